@@ -1,0 +1,218 @@
+"""Integers to codes: the fixed token codes that replace a trainable input embedding table.
+
+V = 49,152 token ids need only K = ceil(log2 V) = 16 bits, and 16 x 128 = 2048 is the model's width. So a token id t can
+enter the decoder as its own binary code, repeated 128 times, with nothing to train (the paper, section "Method"):
+
+    binary    c_j(t) = floor(t / 2^j) mod 2,   j = 0..K-1           little-endian: column 0 is the lowest bit
+    gf2       g(t)   = A c(t) + b  (mod 2)                          A invertible K x K over GF(2), b = 0 by default
+
+Both are injective, so no two tokens are ever confused; A only changes which tokens look alike.
+
+Usage:
+    python codes.py --vocab_size=49152 --code_seed=12345
+
+Reads and writes nothing; every array is uint8 with values {0, 1}. V = vocab_size, K = n_bits.
+"""
+
+import argparse
+import sys
+
+import numpy as np
+
+MAX_VOCAB_SIZE = 65_536  # token ids are stored as uint16
+CODE_SEED = 12345        # the paper's recoding matrix
+MIN_WEIGHT = 4           # every row and column of A has at least this many ones (the paper)
+MAX_DRAWS = 100_000      # at K = 16 one draw in five is accepted; below K = 8 hardly any is
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Binary codes
+
+def min_bits(vocab_size):
+    """Return K = ceil(log2 V), the fewest bits that give every id of a vocabulary a code of its own.
+
+    Raises ValueError unless 2 <= vocab_size <= 65,536.
+    """
+    if not 2 <= vocab_size <= MAX_VOCAB_SIZE:
+        raise ValueError(f"vocab_size={vocab_size}: expected 2 to {MAX_VOCAB_SIZE:,} (ids are stored as uint16)")
+    return (vocab_size - 1).bit_length()
+
+
+def binary_codes(vocab_size, n_bits=None):
+    """Return the little-endian binary code of every id: uint8 [V, n_bits], n_bits = ceil(log2 V) unless given.
+
+    >>> binary_codes(6)[[1, 2, 5]]
+    array([[1, 0, 0],
+           [0, 1, 0],
+           [1, 0, 1]], dtype=uint8)
+
+    Raises ValueError if n_bits is too small to tell the ids apart.
+    """
+    fewest = min_bits(vocab_size)
+    n_bits = fewest if n_bits is None else n_bits
+    if n_bits < fewest:
+        raise ValueError(f"n_bits={n_bits}: vocab_size={vocab_size} needs at least {fewest}")
+    ids = np.arange(vocab_size, dtype=np.int64)
+    return (ids[:, None] >> np.arange(n_bits) & 1).astype(np.uint8)
+
+
+def codes_to_ids(codes):
+    """Return the integers whose little-endian binary codes are the rows of codes [..., K]: int64 [...]."""
+    return codes.astype(np.int64) @ (1 << np.arange(codes.shape[-1], dtype=np.int64))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Linear algebra over GF(2): addition is XOR, so everything stays in integers
+
+def gf2_eliminate(matrix):
+    """Bring a 0/1 matrix [n, m] to reduced row echelon form over GF(2); return (uint8 [n, m], rank).
+
+    Real-number rank is not rank modulo 2: [[1,1,0],[0,1,1],[1,0,1]] has determinant 2 and GF(2) rank 2.
+    """
+    rows = np.array(matrix, dtype=np.uint8) & 1
+    rank = 0
+    for column in range(rows.shape[1]):
+        pivots = np.flatnonzero(rows[rank:, column])
+        if pivots.size == 0:
+            continue
+        pivot = rank + pivots[0]
+        rows[[rank, pivot]] = rows[[pivot, rank]]
+        others = np.flatnonzero(rows[:, column])
+        rows[others[others != rank]] ^= rows[rank]
+        rank += 1
+        if rank == rows.shape[0]:
+            break
+    return rows, rank
+
+
+def gf2_rank(matrix):
+    """Return the rank over GF(2) of a 0/1 matrix [n, m]."""
+    return gf2_eliminate(matrix)[1]
+
+
+def gf2_inverse(matrix):
+    """Return the inverse over GF(2) of a 0/1 matrix: uint8 [K, K]. Raises ValueError if it is singular or not square."""
+    matrix = check_matrix(matrix)
+    K = len(matrix)
+    return gf2_eliminate(np.hstack([matrix, np.eye(K, dtype=np.uint8)]))[0][:, K:]
+
+
+def check_matrix(matrix, n_bits=None):
+    """Return matrix as uint8 [K, K]; raise ValueError unless it is square, 0/1, invertible and, if given, n_bits wide."""
+    matrix = np.asarray(matrix)
+    K = matrix.shape[0] if n_bits is None else n_bits
+    if matrix.shape != (K, K):
+        raise ValueError(f"recoding matrix has shape {matrix.shape}: expected ({K}, {K})")
+    if not np.isin(matrix, (0, 1)).all():
+        raise ValueError("recoding matrix has entries other than 0 and 1")
+    if (rank := gf2_rank(matrix)) < K:
+        raise ValueError(f"recoding matrix is singular over GF(2): rank {rank}, expected {K}; two tokens would share a code")
+    return matrix.astype(np.uint8)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Recoding: g(t) = A c(t) + b
+
+def draw_recoding(n_bits, code_seed=CODE_SEED, code_offset="0"):
+    """Draw the paper's recoding: whole matrices until one has full rank and no light row or column, then b.
+
+    Args:
+        n_bits: K.
+        code_seed: seed of numpy's frozen legacy stream, so that a seed names one matrix on every machine and version.
+        code_offset: b as "0", as "random" (drawn after A from the same stream), or as the hexadecimal number whose bit j
+            is b_j.
+    Returns: (A uint8 [K, K], b uint8 [K]).
+    Raises ValueError if no matrix is accepted in MAX_DRAWS draws, or b does not fit in K bits.
+    """
+    stream = np.random.RandomState(code_seed)
+    for _ in range(MAX_DRAWS):
+        matrix = stream.randint(0, 2, (n_bits, n_bits)).astype(np.uint8)
+        if min(matrix.sum(0).min(), matrix.sum(1).min()) >= MIN_WEIGHT and gf2_rank(matrix) == n_bits:
+            break
+    else:
+        raise ValueError(f"no invertible {n_bits} x {n_bits} matrix with all row and column weights >= {MIN_WEIGHT} in "
+                         f"{MAX_DRAWS:,} draws: recoding needs about 8 bits or more, a vocabulary of more than 128 ids")
+    if code_offset == "random":
+        return matrix, stream.randint(0, 2, n_bits).astype(np.uint8)
+    try:
+        offset = int(code_offset, 16)
+    except ValueError:
+        offset = -1
+    if not 0 <= offset < 1 << n_bits:
+        raise ValueError(f"code_offset={code_offset}: expected 'random' or a hexadecimal number below {1 << n_bits:#x}")
+    return matrix, (offset >> np.arange(n_bits) & 1).astype(np.uint8)
+
+
+def recode(codes, matrix, offset):
+    """Return A c + b over GF(2) for every row c of codes: uint8 [V, K]. A acts on columns: row i of A makes bit i.
+
+    Raises ValueError if matrix is singular or its shape or the offset's does not fit the codes.
+    """
+    matrix = check_matrix(matrix, codes.shape[1])
+    offset = np.asarray(offset)
+    if offset.shape != (codes.shape[1],) or not np.isin(offset, (0, 1)).all():
+        raise ValueError(f"code offset has shape {offset.shape}: expected ({codes.shape[1]},) of zeros and ones")
+    return ((codes.astype(np.int64) @ matrix.T + offset) & 1).astype(np.uint8)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Checks
+
+def code_report(codes):
+    """Return the facts of a codebook uint8 [V, K] that the paper reports, as plain Python values.
+
+    Keys: vocab_size, n_bits, injective (bool), zero_ids (the ids whose code is all zero: their input vector is 0),
+    weight_histogram (ids by Hamming weight 0..K), weight_mean, weight_variance, bit_counts (ids in which bit j is set).
+    """
+    V, K = codes.shape
+    weights = codes.sum(1, dtype=np.int64)
+    return {
+        "vocab_size": V,
+        "n_bits": K,
+        "injective": len(np.unique(codes_to_ids(codes))) == V,
+        "zero_ids": np.flatnonzero(weights == 0).tolist(),
+        "weight_histogram": np.bincount(weights, minlength=K + 1).tolist(),
+        "weight_mean": weights.mean().item(),
+        "weight_variance": weights.var().item(),
+        "bit_counts": codes.sum(0, dtype=np.int64).tolist(),
+    }
+
+
+def print_report(name, codes):
+    """Print code_report(codes) for a person, under the interface's name."""
+    facts = code_report(codes)
+    V = facts["vocab_size"]
+    zero = ", ".join(map(str, facts["zero_ids"])) or "none"
+    print(f"{name}: {V:,} codes of {facts['n_bits']} bits, injective: {'yes' if facts['injective'] else 'NO'}, "
+          f"all-zero code: id {zero}")
+    print(f"  Hamming weight: mean {facts['weight_mean']:.6f}, variance {facts['weight_variance']:.6f}")
+    print("  ids by weight:  " + " ".join(f"{h}:{n}" for h, n in enumerate(facts["weight_histogram"]) if n))
+    print("  bit is set in:  " + " ".join(f"{j}:{n / V:.4f}" for j, n in enumerate(facts["bit_counts"])) + " of the ids")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, usage=argparse.SUPPRESS, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--vocab_size", type=int, default=49_152, help="V, 2 to 65,536 (default: %(default)s, the paper's)")
+    parser.add_argument("--code_seed", type=int, default=CODE_SEED, help="which recoding matrix (default: %(default)s)")
+    parser.add_argument("--code_offset", default="0", help="b: 0, random, or hexadecimal (default: %(default)s)")
+    args = parser.parse_args()
+    try:
+        codes = binary_codes(args.vocab_size)
+        print_report("binary", codes)
+        K = codes.shape[1]
+        matrix, offset = draw_recoding(K, args.code_seed, args.code_offset)
+    except ValueError as error:
+        parser.error(str(error))
+    print()
+    print_report("gf2", recode(codes, matrix, offset))
+    print(f"\nA of seed {args.code_seed}: rank {gf2_rank(matrix)} of {K}, {matrix.sum()} ones, A A^-1 = I: "
+          f"{'yes' if ((matrix.astype(int) @ gf2_inverse(matrix) & 1) == np.eye(K)).all() else 'NO'}")
+    for i, row in enumerate(matrix):
+        print(f"  row {i:2d}  {''.join(map(str, row))}  weight {row.sum():2d}  hex {codes_to_ids(row):0{(K + 3) // 4}x}")
+    print("  column weights  " + " ".join(map(str, matrix.sum(0))))
+    print("b               " + "".join(map(str, offset)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

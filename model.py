@@ -1,0 +1,353 @@
+"""The decoder: a Llama-style language model whose input is either a trainable table or a fixed minimal token code.
+
+    idx (B, T) token ids
+      -> input interface    learned: a row of a trainable V x C table
+                            binary:  the id's K-bit code, tiled C / K times          no trainable value
+                            gf2:     the same code recoded by A c + b over GF(2)     no trainable value
+      -> n_layer x Block    x += attention(norm(x));  x += swiglu(norm(x))
+      -> norm -> lm_head    logits (B, T, V), an output matrix of its own (untied)
+
+Everything after the first arrow is the same for every interface, down to the initial weights (the paper, "Method").
+Different from nanoGPT: RMSNorm, RoPE, SwiGLU, no biases, a final projection that shares nothing with the input.
+
+Letters in shapes: B rows, T positions, C n_embd, H heads, D head_dim = C / H, V vocab_size, K n_bits = ceil(log2 V).
+Parameters carry the names of a Hugging Face Llama, so exporting renames nothing.
+"""
+
+import math
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from codes import CODE_SEED, binary_codes, draw_recoding, min_bits, recode
+
+INPUTS = ("learned", "binary", "gf2")
+INIT_STD = 0.02  # every matrix and the learned table; the projections back into the residual stream are scaled down
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Every size of the decoder; the defaults are the paper's 1.7B model. Raises ValueError for sizes that cannot be."""
+    input: str = "binary"
+    vocab_size: int = 49_152
+    block_size: int = 2048
+    n_layer: int = 24
+    n_head: int = 32
+    n_embd: int = 2048
+    n_ffn: int = 8192
+    code_seed: int = CODE_SEED  # gf2: which matrix A
+    code_offset: str = "0"      # gf2: b, as codes.draw_recoding takes it
+    norm_eps: float = 1e-5      # the paper does not state it
+    rope_theta: float = 10_000.0
+
+    def __post_init__(self):
+        if self.input not in INPUTS:
+            raise ValueError(f"input={self.input}: expected one of {', '.join(INPUTS)}")
+        for name in ("block_size", "n_layer", "n_head", "n_embd", "n_ffn"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: expected 1 or more")
+        # Heads need an even width each for RoPE; codes need a whole number of copies.
+        unit = math.lcm(2 * self.n_head, 1 if self.input == "learned" else self.n_bits)
+        if self.n_embd % unit:
+            low = self.n_embd // unit * unit
+            fits = " or ".join(str(size) for size in (low, low + unit) if size)
+            raise ValueError(f"n_embd={self.n_embd}: expected a multiple of 2 x n_head={self.n_head}"
+                             + ("" if self.input == "learned" else f" and of n_bits={self.n_bits} (vocab_size={self.vocab_size})")
+                             + f"; {fits} would do")
+
+    @property
+    def n_bits(self):
+        return min_bits(self.vocab_size)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The input interfaces, side by side: (B, T) token ids -> (B, T, C) input vectors
+
+class FixedCodes(nn.Module):
+    """Fixed codes [V, K], tiled to the model's width: x = R c(t), R a stack of C / K identity blocks (the paper, "Method").
+
+    The codebook is a persistent uint8 buffer: a checkpoint carries its own codes, no change of the model's dtype can
+    merge two of them, and the optimizer never sees them. An all-zero code gives x = 0, hence with an empty context
+    hidden states 0, logits 0 and a loss of exactly ln V.
+    """
+
+    def __init__(self, codes, n_embd, **recoding):
+        super().__init__()
+        self.n_tile = n_embd // codes.shape[1]
+        self.register_buffer("codebook", torch.from_numpy(codes))
+        for name, array in recoding.items():
+            self.register_buffer(name, torch.from_numpy(array))
+
+    def forward(self, idx, dtype):
+        # Tiled (0..K-1, 0..K-1, ...), not interleaved (0,0,..,1,1,..): the same shape would be another model.
+        return self.codebook[idx].to(dtype).repeat(1, 1, self.n_tile)
+
+
+class LearnedTable(nn.Embedding):
+    """The control: a trainable table [V, C], N(0, 0.02)."""
+
+    def forward(self, idx, dtype):
+        return super().forward(idx).to(dtype)
+
+
+def build_input(config):
+    """Return the module that turns ids (B, T) and a dtype into input vectors (B, T, C), for config.input."""
+    if config.input == "learned":
+        return LearnedTable(config.vocab_size, config.n_embd)
+    codes = binary_codes(config.vocab_size)
+    if config.input == "binary":
+        return FixedCodes(codes, config.n_embd)
+    matrix, offset = draw_recoding(config.n_bits, config.code_seed, config.code_offset)
+    return FixedCodes(recode(codes, matrix, offset), config.n_embd, matrix=matrix, offset=offset)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The parts of a block
+
+class RMSNorm(nn.Module):
+    def __init__(self, n_embd, eps):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(n_embd))
+        self.eps = eps
+
+    def forward(self, x):
+        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).type_as(x)
+
+
+def rope_tables(positions, head_dim, theta):
+    """Return (cos, sin), float32 [T, D / 2], of the rotary angles at integer positions [T] (RoFormer, arXiv 2104.09864).
+
+    Made afresh in each forward, so there is no buffer for a cast to bfloat16 to ruin. The angles are float64: at position
+    2047 float32 would be off by 1e-4. Under a millionth of a step's work.
+    """
+    frequencies = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device) / head_dim)
+    angles = positions.double()[:, None] * frequencies
+    return angles.cos().float(), angles.sin().float()
+
+
+def apply_rope(x, cos, sin):
+    """Rotate x (B, H, T, D) by position in float32; the halves of D pair up (the Llama layout, not even and odd)."""
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)
+
+
+class Attention(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        C = config.n_embd
+        self.head_dim = C // config.n_head
+        self.q_proj = nn.Linear(C, C, bias=False)
+        self.k_proj = nn.Linear(C, C, bias=False)
+        self.v_proj = nn.Linear(C, C, bias=False)
+        self.o_proj = nn.Linear(C, C, bias=False)
+
+    def forward(self, x, rope, cache=None):
+        B, T, C = x.size()
+        q, k, v = (proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, H, T, D)
+                   for proj in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = apply_rope(q, *rope), apply_rope(k, *rope)
+        mask = None
+        if cache:
+            # is_causal aligns its triangle top left, which is wrong once there are more keys than queries.
+            mask = torch.ones(T, cache["k"].size(2) + T, dtype=torch.bool, device=x.device).tril(cache["k"].size(2))
+            k, v = torch.cat((cache["k"], k), dim=2), torch.cat((cache["v"], v), dim=2)
+        if cache is not None:
+            cache.update(k=k, v=v)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+        return self.o_proj(y.transpose(1, 2).reshape(B, T, C))
+
+
+class SwiGLU(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.n_embd, config.n_ffn, bias=False)
+        self.up_proj = nn.Linear(config.n_embd, config.n_ffn, bias=False)
+        self.down_proj = nn.Linear(config.n_ffn, config.n_embd, bias=False)
+
+    def forward(self, x):
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.n_embd, config.norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = RMSNorm(config.n_embd, config.norm_eps)
+        self.mlp = SwiGLU(config)
+
+    def forward(self, x, rope, cache=None):
+        x = x + self.self_attn(self.input_layernorm(x), rope, cache)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The decoder
+
+class Decoder(nn.Module):
+    """The whole model. Weights are drawn from seed on the CPU, the input table last, so that every interface starts from
+    the same body and head."""
+
+    def __init__(self, config, seed=1):
+        super().__init__()
+        self.config = config
+        self.checkpoint_activations = False  # recompute each block in the backward pass instead of keeping its inside
+        self.model = nn.ModuleDict(dict(
+            embed_tokens=build_input(config),
+            layers=nn.ModuleList(Block(config) for _ in range(config.n_layer)),
+            norm=RMSNorm(config.n_embd, config.norm_eps)))
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        if self.lm_head.weight.device.type != "meta":
+            self.init_weights(torch.Generator().manual_seed(seed))
+
+    def init_weights(self, generator):
+        """Draw every matrix from N(0, 0.02), o_proj and down_proj from N(0, 0.02 / sqrt(2 n_layer)); norm gains stay 1."""
+        residual_std = INIT_STD / math.sqrt(2 * self.config.n_layer)  # two additions to the stream a block (GPT-2)
+        for name, p in sorted(self.named_parameters(), key=lambda item: "embed_tokens" in item[0]):
+            if p.dim() == 2:
+                std = residual_std if name.endswith(("o_proj.weight", "down_proj.weight")) else INIT_STD
+                nn.init.normal_(p, std=std, generator=generator)
+
+    def forward(self, idx, targets=None, cache=None):
+        """Return logits, and the mean loss if there are targets.
+
+        Args:
+            idx: int64 (B, T) token ids, T <= block_size counted with what the cache holds.
+            targets: int64 (B, T), already shifted: targets[b, t] follows idx[b, t]; -1 is not counted.
+            cache: from new_cache(); keys and values (B, H, past, D) of the positions that idx continues. It grows by T.
+        Returns: (logits (B, T, V), loss or None); the loss is float32, nats per target.
+        """
+        B, T = idx.size()
+        past = cache[0]["k"].size(2) if cache and cache[0] else 0
+        assert past + T <= self.config.block_size, f"{past + T} positions: block_size is {self.config.block_size}"
+        positions = torch.arange(past, past + T, device=idx.device)
+        rope = rope_tables(positions, self.config.n_embd // self.config.n_head, self.config.rope_theta)
+        # The residual stream has the parameters' dtype for every interface: float32 under autocast.
+        x = self.model.embed_tokens(idx, self.lm_head.weight.dtype)
+        for i, block in enumerate(self.model.layers):
+            if self.checkpoint_activations and torch.is_grad_enabled():
+                # The reentrant kind needs an input that requires grad. Fixed codes do not, and it would give the body no
+                # gradient at all, with only a warning.
+                x = checkpoint(block, x, rope, use_reentrant=False)
+            else:
+                x = block(x, rope, None if cache is None else cache[i])
+        logits = self.lm_head(self.model.norm(x))
+        if targets is None:
+            return logits, None
+        return logits, F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=-1)
+
+    def new_cache(self):
+        """Return an empty key/value cache: a dict for each block."""
+        return [{} for _ in self.model.layers]
+
+    @torch.no_grad()
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, stop_id=None, generator=None):
+        """Yield the ids that continue a prompt, int64 (1, T), one by one.
+
+        Args:
+            temperature: 0 takes the most probable id; above 0 divides the logits before sampling.
+            top_k: sample among the k most probable ids only.
+            stop_id: end after yielding this id.
+            generator: torch.Generator on the model's device, for a repeatable sample.
+        Raises ValueError for a negative temperature, top_k below 1 or an empty prompt.
+        """
+        if temperature < 0 or (top_k is not None and top_k < 1) or idx.size(1) == 0:
+            raise ValueError(f"temperature={temperature}, top_k={top_k}, {idx.size(1)} prompt ids: "
+                             "expected temperature >= 0, top_k >= 1 and a prompt")
+        T = self.config.block_size
+        idx = new = idx[:, -T:]
+        cache = self.new_cache()
+        for _ in range(max_new_tokens):
+            logits = self(new, cache=cache)[0][:, -1].float()
+            new = pick(logits, temperature, top_k, generator)
+            yield new.item()
+            if new.item() == stop_id:
+                return
+            idx = torch.cat((idx, new), dim=1)
+            if idx.size(1) > T:  # a full window starts again from its last half: its positions have to move
+                idx = new = idx[:, -(T + 1) // 2:]
+                cache = self.new_cache()
+
+    def group_parameters(self):
+        """Return {"input": ..., "body": ..., "head": ...}: the parameters [(name, tensor), ...] by their place."""
+        groups = {"input": [], "body": [], "head": []}
+        for name, p in self.named_parameters():
+            groups["input" if "embed_tokens" in name else "head" if "lm_head" in name else "body"].append((name, p))
+        return groups
+
+    def count(self):
+        """Return the numbers of values by group: input, body, head (trainable), buffers; trainable, stored, decayed
+        (matrices), matmul (matrices used as such: all but a learned table, which is looked up)."""
+        sizes = {group: sum(p.numel() for _, p in members) for group, members in self.group_parameters().items()}
+        buffers = sum(b.numel() for b in self.buffers())
+        trainable = sum(sizes.values())
+        decayed = sum(p.numel() for p in self.parameters() if p.dim() == 2)
+        return sizes | {"buffers": buffers, "trainable": trainable, "stored": trainable + buffers,
+                        "decayed": decayed, "matmul": decayed - sizes["input"]}
+
+    def flops_per_target(self):
+        """Return training FLOPs per target, forward and backward without recomputation: (matmuls 6N, causal attention).
+
+        Attention is 12 L C T if every query met every key (PaLM, arXiv 2204.02311, appendix B); half is masked.
+        """
+        c = self.config
+        return 6 * self.count()["matmul"], 6 * c.n_layer * c.n_embd * c.block_size
+
+
+def pick(logits, temperature, top_k, generator):
+    """Return the next ids (B, 1) from logits (B, V)."""
+    if temperature == 0:
+        return logits.argmax(-1, keepdim=True)
+    if top_k is not None and top_k < logits.size(-1):
+        logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -math.inf)
+    # Subtracting the maximum first keeps a tiny temperature finite.
+    probs = F.softmax((logits - logits.amax(-1, keepdim=True)) / temperature, dim=-1)
+    return torch.multinomial(probs, 1, generator=generator)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Checkpoints: out/RUN/step-00000250.pt, written by train.py. The number is the updates done.
+
+def list_checkpoints(run):
+    """Return the checkpoint files of a run directory, the newest first."""
+    return sorted(Path(run).glob("step-*.pt"), reverse=True)
+
+
+def read_checkpoint(path):
+    """Return a checkpoint file's dict of tensors (on the CPU) and plain values; it holds no code (weights_only).
+
+    Raises ValueError if the file is cut or any byte of its contents has changed: torch.save writes a zip archive, whose
+    CRC-32 sums torch.load itself does not check.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            bad = archive.testzip()
+    except (zipfile.BadZipFile, EOFError, NotImplementedError) as error:
+        bad = error
+    if bad is not None:
+        raise ValueError(f"{path}: damaged checkpoint ({bad}); use an older one of the same run")
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def load_model(path, device="cpu"):
+    """Return (model, checkpoint dict without its weights) from a checkpoint file or a run directory's newest one.
+
+    The stored codebook, A and b replace those of the seed. Raises FileNotFoundError where there is no checkpoint,
+    ValueError where the weights do not fit the configuration, naming the missing and unexpected keys.
+    """
+    if Path(path).is_dir():
+        if not (files := list_checkpoints(path)):
+            raise FileNotFoundError(f"{path}: no checkpoint (step-*.pt) in this directory; train one with train.py --out={path}")
+        path = files[0]
+    state = read_checkpoint(path)
+    model = Decoder(ModelConfig(**state["model_config"]))
+    try:
+        model.load_state_dict(state.pop("model"))
+    except RuntimeError as error:
+        raise ValueError(f"{path}: {error}") from None
+    return model.to(device).eval(), state
