@@ -1,0 +1,195 @@
+"""Every figure of the paper about its codes, and the laws of GF(2) that the recoding rests on."""
+
+import doctest
+import hashlib
+import subprocess
+import sys
+from math import comb
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import codes
+from codes import binary_codes, code_report, codes_to_ids, draw_recoding, gf2_inverse, gf2_rank, min_bits, recode
+
+ROOT = Path(__file__).parents[1]
+V = 49_152
+ROWS = "69ae 2991 1e6b ce69 e607 16b7 7ba2 a3ed 1d2d db08 7956 111d 5344 e7ea 8ac1 b4ee"
+
+
+def run(*flags):
+    return subprocess.run([sys.executable, "codes.py", *flags], cwd=ROOT, capture_output=True, text=True)
+
+
+# --- binary codes
+
+def test_docstring_examples():
+    assert doctest.testmod(codes).failed == 0
+
+
+@pytest.mark.parametrize("vocab_size, bits", [(2, 1), (3, 2), (4, 2), (5, 3), (33, 6), (3072, 12), (49_152, 16), (65_536, 16)])
+def test_min_bits(vocab_size, bits):
+    assert min_bits(vocab_size) == bits
+    assert binary_codes(vocab_size).shape == (vocab_size, bits)
+
+
+@pytest.mark.parametrize("vocab_size", [-1, 0, 1, 65_537])
+def test_vocabulary_out_of_range_is_refused(vocab_size):
+    with pytest.raises(ValueError, match="65,536"):
+        min_bits(vocab_size)
+
+
+def test_any_sufficient_width_works_and_a_smaller_one_is_refused():
+    assert binary_codes(20, 5).shape == (20, 5)
+    assert (binary_codes(20, 9)[:, 5:] == 0).all()
+    with pytest.raises(ValueError, match="at least 6"):
+        binary_codes(33, 5)
+
+
+@pytest.mark.parametrize("i, bits", [(1, [0]), (2, [1]), (256, [8]), (32_768, [15]), (12345, [0, 3, 4, 5, 12, 13]),
+                                     (49_151, [j for j in range(16) if j != 14])])
+def test_little_endian(i, bits):
+    assert np.flatnonzero(binary_codes(65_536)[i]).tolist() == bits
+
+
+def test_codes_of_all_ids_by_arithmetic_and_back():
+    ids = np.arange(65_536)
+    table = binary_codes(65_536)
+    assert all((table[:, j] == ids // 2**j % 2).all() for j in range(16))
+    assert (codes_to_ids(table) == ids).all()
+
+
+def test_weights_of_the_papers_vocabulary():
+    facts = code_report(binary_codes(V))
+    assert facts["weight_histogram"] == [comb(14, h) + 2 * (comb(14, h - 1) if h else 0) for h in range(16)] + [0]
+    assert facts["weight_histogram"][:4] == [1, 16, 119, 546] and facts["weight_histogram"][15] == 2
+    assert facts["weight_mean"] == pytest.approx(23 / 3, abs=1e-12)
+    assert facts["weight_variance"] == pytest.approx(67 / 18, abs=1e-12)
+    assert facts["bit_counts"] == [V // 2] * 14 + [V // 3] * 2
+    assert facts["injective"] and facts["zero_ids"] == [0]
+
+
+# --- GF(2)
+
+def test_rank_is_taken_modulo_2():
+    singular = [[1, 1, 0], [0, 1, 1], [1, 0, 1]]  # determinant 2 over the integers
+    assert np.linalg.matrix_rank(singular) == 3 and gf2_rank(singular) == 2
+    assert gf2_rank(np.eye(16)) == 16 and gf2_rank(np.triu(np.ones((16, 16)))) == 16 and gf2_rank(np.zeros((4, 4))) == 0
+    with pytest.raises(ValueError, match="singular"):
+        gf2_inverse(singular)
+
+
+def test_inverse_of_random_matrices():
+    stream, found = np.random.RandomState(0), 0
+    for _ in range(200):
+        matrix = stream.randint(0, 2, (16, 16))
+        if gf2_rank(matrix) == 16:
+            found += 1
+            inverse = gf2_inverse(matrix).astype(int)
+            assert (matrix @ inverse % 2 == np.eye(16)).all() and (inverse @ matrix % 2 == np.eye(16)).all()
+    # P(invertible) = prod (1 - 2^-i) = 0.2887925; 200 draws have a standard deviation of 0.032.
+    assert abs(found / 200 - 0.2887925) < 0.1
+
+
+def test_probability_of_the_weight_rule():
+    draws = np.random.RandomState(1).randint(0, 2, (20_000, 16, 16), dtype=np.uint8)
+    rule = (np.minimum(draws.sum(1).min(1), draws.sum(2).min(1)) >= codes.MIN_WEIGHT).mean()
+    assert abs(rule - 0.7187152) < 4 * np.sqrt(0.7187 * 0.2813 / 20_000)
+
+
+# --- the paper's recoding
+
+def test_matrix_of_seed_12345():
+    matrix, offset = draw_recoding(16, 12345)
+    assert hashlib.sha256(matrix.tobytes()).hexdigest().startswith("8b4738f3261b84fa")
+    assert [f"{i:04x}" for i in codes_to_ids(matrix)] == ROWS.split()
+    assert "".join(map(str, matrix[0])) == "0111010110010110"
+    assert matrix.sum(1).tolist() == [9, 6, 9, 9, 8, 9, 9, 10, 8, 7, 9, 6, 6, 11, 6, 10]
+    assert matrix.sum(0).tolist() == [9, 8, 9, 9, 4, 9, 8, 8, 10, 10, 7, 9, 9, 8, 8, 7]
+    assert matrix.sum() == 132 and gf2_rank(matrix) == 16 and not offset.any()
+
+
+def test_it_is_the_third_draw_of_the_frozen_stream():
+    stream = np.random.RandomState(12345)
+    third = [stream.randint(0, 2, (16, 16)) for _ in range(3)][2]
+    assert (draw_recoding(16, 12345)[0] == third).all()
+    # b comes next from the same stream.
+    assert (draw_recoding(16, 12345, "random")[1] == stream.randint(0, 2, 16)).all()
+
+
+def test_it_is_torchs_stream_too():
+    import torch
+    generator = torch.Generator().manual_seed(12345)
+    third = [torch.randint(0, 2, (16, 16), generator=generator) for _ in range(3)][2]
+    assert (third.numpy() == draw_recoding(16, 12345)[0]).all()
+
+
+def test_images_of_the_papers_recoding():
+    images = codes_to_ids(recode(binary_codes(V), *draw_recoding(16, 12345)))
+    assert images[[0, 1, 2, 3, 4, 49_151]].tolist() == [0, 18878, 42101, 60875, 40369, 4148]
+    matrix, offset = draw_recoding(16, 12345)
+    assert codes_to_ids(recode(binary_codes(V), matrix.T, offset))[1] == 27054  # what a transposed load would give
+
+
+def test_weights_of_the_papers_recoding():
+    facts = code_report(recode(binary_codes(V), *draw_recoding(16, 12345)))
+    assert facts["weight_histogram"] == [1, 15, 99, 441, 1393, 3255, 5915, 8521, 9675, 8629, 6065, 3315, 1347, 389, 81, 11, 0]
+    assert facts["injective"] and facts["zero_ids"] == [0]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 12345, 99])
+def test_every_recoding_balances_every_bit(seed):
+    matrix, offset = draw_recoding(16, seed, "random")
+    assert gf2_rank(matrix) == 16 and min(matrix.sum(0).min(), matrix.sum(1).min()) >= 4
+    recoded = recode(binary_codes(V), matrix, offset)
+    facts = code_report(recoded)
+    assert facts["bit_counts"] == [V // 2] * 16 and facts["weight_mean"] == 8 and facts["injective"]
+    # Undoing b and A gives the ids back.
+    inverse = gf2_inverse(matrix)
+    assert (codes_to_ids(recode(recoded ^ offset, inverse, np.zeros(16, int))) == np.arange(V)).all()
+
+
+def test_offset_as_hexadecimal():
+    offset = draw_recoding(16, 12345, "8001")[1]
+    assert np.flatnonzero(offset).tolist() == [0, 15]
+    matrix = draw_recoding(16)[0]
+    zero = codes_to_ids(recode(offset[None], gf2_inverse(matrix), np.zeros(16, int)))[0]  # A c = b has the zero code
+    assert code_report(recode(binary_codes(65_536), matrix, offset))["zero_ids"] == [zero]
+    for wrong in ("10000", "-1", "xyz", ""):
+        with pytest.raises(ValueError, match="code_offset"):
+            draw_recoding(16, 12345, wrong)
+
+
+def test_impossible_weight_rule_ends():
+    with pytest.raises(ValueError, match="100,000 draws"):
+        draw_recoding(4)
+
+
+@pytest.mark.parametrize("matrix, message", [(np.zeros((16, 16)), "singular"), (np.eye(15), r"\(15, 15\)"), (2 * np.eye(16), "other than 0 and 1"),
+                                             (np.ones(16), "shape")])
+def test_wrong_matrices_are_refused(matrix, message):
+    with pytest.raises(ValueError, match=message):
+        recode(binary_codes(V), matrix, np.zeros(16))
+
+
+@pytest.mark.parametrize("offset", [np.zeros(15), np.full(16, 2)])
+def test_wrong_offsets_are_refused(offset):
+    with pytest.raises(ValueError, match="offset"):
+        recode(binary_codes(V), np.eye(16), offset)
+
+
+# --- command line
+
+def test_command_line_prints_the_matrix_and_its_checks():
+    result = run("--vocab_size=49152", "--code_seed=12345")
+    assert result.returncode == 0, result.stderr
+    for expected in ("0111010110010110", "69ae", "rank 16 of 16", "132 ones", "mean 7.666667", "variance 3.722222", "mean 8.000000",
+                     "injective: yes", "9 8 9 9 4 9 8 8 10 10 7 9 9 8 8 7", "15:2", "14:0.3333"):
+        assert expected in result.stdout
+
+
+@pytest.mark.parametrize("flags", [["--vocab_size=65537"], ["--vocab_size=10"], ["--code_offset=zz"], ["--nonsense"]])
+def test_command_line_errors_are_one_line(flags):
+    result = run(*flags)
+    assert result.returncode == 2 and len(result.stderr.splitlines()) == 1 and result.stderr.startswith("codes.py: error: ")

@@ -1,0 +1,342 @@
+"""The decoder against the paper's figures, against independent formulas, and against itself."""
+
+import hashlib
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from codes import binary_codes, draw_recoding, recode
+from model import (INPUTS, Decoder, FixedCodes, ModelConfig, RMSNorm, apply_rope, list_checkpoints, load_model, pick, read_checkpoint,
+                   rope_tables)
+
+TINY = dict(vocab_size=100, block_size=32, n_layer=2, n_head=2, n_embd=28, n_ffn=40)  # K = 7
+
+
+def tiny(input="binary", seed=1, **sizes):
+    return Decoder(ModelConfig(input=input, **{**TINY, **sizes}), seed)
+
+
+def tokens(*shape, high=100, seed=0):
+    return torch.randint(1, high, shape, generator=torch.Generator().manual_seed(seed))
+
+
+# --- parameters (the paper's figures; no memory is needed on the meta device)
+
+BODY, TABLE = 1_610_713_088, 100_663_296
+
+
+@pytest.mark.parametrize("input, trainable, stored", [("learned", 1_812_039_680, 1_812_039_680), ("binary", 1_711_376_384, 1_712_162_816),
+                                                      ("gf2", 1_711_376_384, 1_712_163_088)])
+def test_parameters_of_the_papers_models(input, trainable, stored):
+    with torch.device("meta"):
+        model = Decoder(ModelConfig(input=input))
+    n = model.count()
+    assert (n["body"], n["head"], n["input"]) == (BODY, TABLE, TABLE if input == "learned" else 0)
+    assert (n["trainable"], n["stored"], n["matmul"]) == (trainable, stored, 1_711_276_032)
+    assert n["trainable"] - n["decayed"] == 100_352
+    assert n["stored"] == sum(t.numel() for t in model.state_dict().values())
+    assert [round(f / 1e9, 3) for f in model.flops_per_target()] == [10.268, 0.604]
+    assert round(16 * trainable / 1e9, 2) == (28.99 if input == "learned" else 27.38)
+
+
+def test_removed_share_of_parameters():
+    assert round(100 * TABLE / 1_812_039_680, 4) == 5.5552
+
+
+def test_count_by_hand():
+    C, F_, L, V = 28, 40, 2, 100
+    n = tiny("learned").count()
+    assert n["body"] == L * (4 * C * C + 3 * C * F_ + 2 * C) + C and n["input"] == n["head"] == V * C
+
+
+# --- input interfaces
+
+def test_binary_input_is_the_code_tiled():
+    x = tiny("binary").model.embed_tokens(torch.tensor([[5]]), torch.float32)
+    assert x.tolist() == [[[1, 0, 1, 0, 0, 0, 0] * 4]]
+
+
+def test_gf2_input_is_the_recoded_code():
+    model = tiny("gf2", code_offset="random")
+    expected = np.tile(recode(binary_codes(100), *draw_recoding(7, 12345, "random")), (1, 4))
+    assert (model.model.embed_tokens(torch.arange(100)[None], torch.float32)[0].numpy() == expected).all()
+
+
+def test_squared_norms_at_the_papers_size():
+    codes = FixedCodes(binary_codes(49_152), 2048)
+    squared = codes(torch.tensor([[0, 1, 32_767, 49_151]]), torch.float32).square().sum(-1)
+    assert squared.tolist() == [[0, 128, 1920, 1920]]
+    assert round(128 * binary_codes(49_152).sum(1).mean(), 3) == 981.333
+    assert 128 * recode(binary_codes(49_152), *draw_recoding(16)).sum(1, dtype=int).mean() == 1024
+    table = torch.empty(2000, 2048).normal_(std=0.02, generator=torch.Generator().manual_seed(0))
+    assert table.square().sum(1).mean().item() == pytest.approx(0.8192, rel=1e-2)
+
+
+@pytest.mark.parametrize("input", ["binary", "gf2"])
+def test_codes_survive_every_dtype(input):
+    model = Decoder(ModelConfig(input=input, **{**TINY, "vocab_size": 65_536, "n_embd": 32}))
+    before = model.model.embed_tokens.codebook.clone()
+    ids = torch.arange(65_536)[None]
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        x = model.to(dtype).model.embed_tokens(ids, dtype)
+        assert x.dtype == dtype and len(torch.unique(x[0, :, :16].float(), dim=0)) == 65_536
+    assert model.model.embed_tokens.codebook.dtype == torch.uint8 and (model.model.embed_tokens.codebook == before).all()
+
+
+@pytest.mark.parametrize("input", ["binary", "gf2"])
+def test_zero_code_with_an_empty_context_is_uniform(input):
+    model = Decoder(ModelConfig(input=input, vocab_size=49_152, block_size=8, n_layer=2, n_head=2, n_embd=32, n_ffn=64))
+    logits, loss = model(torch.zeros(2, 4, dtype=torch.int64), tokens(2, 4, high=49_152))
+    assert (logits == 0).all()
+    assert loss.item() == np.float32(math.log(49_152))  # 10.8027, to the last bit of float32
+    # After a nonzero context a zero-coded token does receive information, through attention.
+    logits, _ = model(torch.tensor([[7, 0]]))
+    assert (logits[0, 1] != 0).any()
+
+
+@pytest.mark.parametrize("input, offset", [("learned", "0"), ("gf2", "5")])
+def test_other_inputs_are_not_zero(input, offset):
+    assert (tiny(input, code_offset=offset)(torch.tensor([[0]]))[0] != 0).any()
+
+
+def test_every_interface_starts_from_the_same_body_and_head():
+    def digest(model):
+        return [(name, hashlib.sha256(p.detach().numpy().tobytes()).hexdigest()) for name, p in model.named_parameters()
+                if "embed_tokens" not in name]
+    first = digest(tiny("learned"))
+    assert first == digest(tiny("binary")) == digest(tiny("gf2")) and first != digest(tiny("binary", seed=2))
+
+
+def test_initial_standard_deviations():
+    model = tiny("learned", vocab_size=3000, n_embd=96, n_ffn=256, n_layer=6)
+    for name, p in model.named_parameters():
+        if p.dim() == 2:
+            expected = 0.02 / math.sqrt(12) if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
+            assert p.std().item() == pytest.approx(expected, rel=0.05) and abs(p.mean().item()) < expected / 20, name
+        else:
+            assert (p == 1).all()
+    assert 0.02 / math.sqrt(2 * 24) == 0.002886751345948129
+
+
+# --- parts
+
+def test_rope_angles_hold_at_far_positions_and_low_precision():
+    cos, sin = rope_tables(torch.arange(2048), 64, 10_000.0)
+    angles = np.arange(2048)[:, None] * 10_000.0 ** (-np.arange(0, 64, 2) / 64)
+    assert cos.dtype == torch.float32
+    assert np.abs(cos.numpy() - np.cos(angles)).max() < 1e-6 and np.abs(sin.numpy() - np.sin(angles)).max() < 1e-6
+    with torch.autocast("cpu", torch.bfloat16):
+        assert (rope_tables(torch.arange(2048), 64, 10_000.0)[0] == cos).all()
+    assert len({tuple(row.tolist()) for row in cos[256:259]}) == 3
+
+
+def test_rope_is_a_rotation_of_llamas_pairs_and_relative():
+    x = torch.randn(1, 1, 6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).float()
+    cos, sin = rope_tables(torch.arange(6), 8, 10_000.0)
+    rotated = apply_rope(x, cos, sin)
+    pairs = torch.complex(x[..., :4], x[..., 4:]) * torch.complex(cos, sin)  # dimension i turns with i + D / 2
+    assert torch.allclose(rotated, torch.cat((pairs.real, pairs.imag), -1), atol=1e-6)
+    q, k = x[..., :1, :].expand(1, 1, 6, 8), x[..., 1:2, :].expand(1, 1, 6, 8)
+    scores = apply_rope(q, cos, sin) @ apply_rope(k, cos, sin).transpose(-1, -2)
+    for d in range(-3, 4):
+        assert torch.diagonal(scores[0, 0], d).std() < 1e-5
+
+
+def test_rms_norm_is_computed_in_float32():
+    x = torch.randn(3, 28, generator=torch.Generator().manual_seed(0))
+    norm = RMSNorm(28, 1e-5)
+    expected = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    assert torch.allclose(norm(x).double(), expected, atol=1e-6)
+    assert torch.allclose(norm((x * 100).bfloat16()).float(), (x * 100).bfloat16().float() / (x * 100).bfloat16().float().square()
+                          .mean(-1, keepdim=True).sqrt(), rtol=2**-8)
+
+
+def test_forward_against_a_plain_implementation():
+    """The whole decoder once more, in float64 numpy-like steps with attention written out."""
+    model = tiny("gf2").double()
+    idx = tokens(2, 9)
+    w = model.state_dict()
+    x = w["model.embed_tokens.codebook"][idx].double().repeat(1, 1, 4)
+    cos, sin = (t.double() for t in rope_tables(torch.arange(9), 14, 10_000.0))
+
+    def norm(x, gain):
+        return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * gain
+
+    def rotate(t):
+        a, b = t[..., :7], t[..., 7:]
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+    for i in range(2):
+        layer = {name.split(f"layers.{i}.")[1]: t for name, t in w.items() if f"layers.{i}." in name}
+        h = norm(x, layer["input_layernorm.weight"])
+        q, k, v = ((h @ layer[f"self_attn.{n}_proj.weight"].T).view(2, 9, 2, 14).transpose(1, 2) for n in "qkv")
+        scores = rotate(q) @ rotate(k).transpose(-1, -2) / math.sqrt(14)
+        scores = scores.masked_fill(torch.ones(9, 9).triu(1).bool(), -math.inf)
+        x = x + (scores.softmax(-1) @ v).transpose(1, 2).reshape(2, 9, 28) @ layer["self_attn.o_proj.weight"].T
+        h = norm(x, layer["post_attention_layernorm.weight"])
+        gate = h @ layer["mlp.gate_proj.weight"].T
+        x = x + (gate * gate.sigmoid() * (h @ layer["mlp.up_proj.weight"].T)) @ layer["mlp.down_proj.weight"].T
+    logits = norm(x, w["model.norm.weight"]) @ w["lm_head.weight"].T
+    # The norms and the rotation are float32 by design.
+    assert torch.allclose(model(idx)[0], logits, atol=2e-6)
+
+
+def test_no_position_sees_the_future():
+    model, idx = tiny(), tokens(1, 12)
+    changed = idx.clone()
+    changed[0, 8:] = 99
+    assert (model(idx)[0][:, :8] == model(changed)[0][:, :8]).all()
+
+
+# --- loss
+
+def test_loss_takes_shifted_targets_and_leaves_out_minus_one():
+    model, idx, targets = tiny(), tokens(2, 6), tokens(2, 6, seed=1)
+    logits, loss = model(idx, targets)
+    expected = -F.log_softmax(logits.double(), -1).gather(-1, targets[..., None]).mean()
+    assert loss.item() == pytest.approx(expected.item(), abs=1e-6)  # no second shift inside
+    targets[0, :4] = -1
+    assert model(idx, targets)[1].item() == pytest.approx(
+        -F.log_softmax(logits.double(), -1).gather(-1, targets.clamp(0)[..., None])[targets[..., None] >= 0].mean().item(), abs=1e-6)
+
+
+def test_loss_is_float32_under_autocast():
+    model = tiny("learned", vocab_size=3000)
+    idx = tokens(2, 32, high=3000)
+    exact = model(idx, idx)[1]
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(idx, idx)[1]
+    assert loss.dtype == torch.float32 and abs(loss - exact) < 0.01
+    assert abs(exact.item() - math.log(3000)) < 0.05
+
+
+# --- gradients and activation checkpointing
+
+@pytest.mark.parametrize("input", INPUTS)
+def test_checkpointing_gives_every_parameter_its_gradient(input):
+    model, idx, targets = tiny(input), tokens(2, 16), tokens(2, 16, seed=1)
+    model(idx, targets)[1].backward()
+    plain = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    model.checkpoint_activations = True
+    model(idx, targets)[1].backward()
+    for name, p in model.named_parameters():
+        assert p.grad is not None and p.grad.abs().sum() > 0, name
+        assert torch.equal(p.grad, plain[name]), name
+
+
+# --- generation
+
+@pytest.mark.parametrize("cuts", [[7] + [1] * 20, [5, 2, 20], [27]])
+def test_cached_logits_equal_uncached_ones(cuts):
+    model, idx = tiny("learned"), tokens(2, sum(cuts))
+    cache = model.new_cache()
+    parts = [model(part, cache=cache)[0] for part in idx.split(cuts, dim=1)]
+    assert torch.allclose(torch.cat(parts, 1), model(idx)[0], atol=1e-5)
+
+
+def test_generate_greedily_equals_argmax_without_a_cache():
+    model, idx = tiny("learned"), tokens(1, 5)
+    ids = list(model.generate(idx, 20, temperature=0))
+    for i in ids:
+        assert i == model(idx)[0][0, -1].argmax().item()
+        idx = torch.cat((idx, torch.tensor([[i]])), 1)
+
+
+def test_generate_continues_beyond_the_context():
+    model = tiny("learned")
+    ids = list(model.generate(tokens(1, 40), 60, temperature=0))  # block_size 32
+    assert len(ids) == 60 and ids == list(model.generate(tokens(1, 40), 60, temperature=0))
+
+
+def test_sampling_options():
+    logits = torch.tensor([[1.0, 3.0, 2.0, -1.0]])
+    draw = lambda n=400, **kw: {pick(logits, kw.get("t", 1.0), kw.get("k"), torch.Generator().manual_seed(i)).item() for i in range(n)}
+    assert draw() == {0, 1, 2, 3} and draw(k=2) == {1, 2} and draw(k=9) == {0, 1, 2, 3}
+    assert draw(t=0) == draw(t=1e-8) == {1}
+    frequency = np.mean([pick(logits, 2.0, None, torch.Generator().manual_seed(i)).item() == 1 for i in range(4000)])
+    assert frequency == pytest.approx((logits / 2).softmax(-1)[0, 1].item(), abs=0.03)
+
+
+def test_sampling_stops_at_an_id_and_refuses_nonsense():
+    model = tiny("learned")
+    first = next(model.generate(tokens(1, 5), 1, temperature=0))
+    assert list(model.generate(tokens(1, 5), 50, temperature=0, stop_id=first)) == [first]
+    for wrong in (dict(temperature=-1), dict(top_k=0)):
+        with pytest.raises(ValueError, match="expected"):
+            list(model.generate(tokens(1, 5), 1, **wrong))
+    with pytest.raises(ValueError, match="prompt"):
+        list(model.generate(tokens(1, 0), 1))
+
+
+# --- configuration
+
+@pytest.mark.parametrize("change, message", [
+    (dict(input="onehot"), "expected one of learned, binary, gf2"), (dict(vocab_size=70_000), "65,536"), (dict(n_layer=0), "n_layer=0"),
+    (dict(n_embd=30), "n_bits=7 .*; 28 or 56 would do"), (dict(n_embd=6), "28 would do"), (dict(input="learned", n_embd=30), "28 or 32 would do")])
+def test_impossible_sizes_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        ModelConfig(**{**TINY, **change})
+
+
+def test_too_long_an_input_is_refused():
+    with pytest.raises(AssertionError, match="block_size"):
+        tiny()(tokens(1, 33))
+
+
+# --- checkpoints
+
+def save(path, model, **extra):
+    from dataclasses import asdict
+    torch.save({"step": 3, "model": model.state_dict(), "model_config": asdict(model.config), **extra}, path)
+
+
+def test_stored_codes_win_over_the_seed(tmp_path):
+    model = tiny("gf2", code_seed=7)
+    state = {name: t.clone() for name, t in tiny("gf2", code_seed=8).state_dict().items()}
+    model.load_state_dict(state)
+    save(tmp_path / "step-00000003.pt", model)
+    loaded, rest = load_model(tmp_path)
+    assert rest["step"] == 3 and "model" not in rest
+    assert all(torch.equal(t, state[name]) for name, t in loaded.state_dict().items())
+
+
+def test_newest_checkpoint_of_a_run_is_loaded(tmp_path):
+    for step, seed in ((3, 1), (20, 2)):
+        save(tmp_path / f"step-{step:08d}.pt", tiny(seed=seed))
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000020.pt", "step-00000003.pt"]
+    assert torch.equal(load_model(tmp_path)[0].lm_head.weight, tiny(seed=2).lm_head.weight)
+
+
+def test_strict_about_weights(tmp_path):
+    for change in ("missing", "renamed", "added"):
+        model = tiny()
+        state = model.state_dict()
+        if change != "added":
+            tensor = state.pop("model.norm.weight")
+        if change != "missing":
+            state["model.extra.weight"] = torch.ones(28) if change == "added" else tensor
+        torch.save({"step": 3, "model": state, "model_config": {**TINY, "input": "binary"}}, tmp_path / "step-00000003.pt")
+        with pytest.raises(ValueError, match="model.extra.weight" if change == "added" else "model.norm.weight"):
+            load_model(tmp_path)
+
+
+def test_damaged_checkpoints_are_refused(tmp_path):
+    path = tmp_path / "step-00000003.pt"
+    save(path, tiny())
+    good = path.read_bytes()
+    at = good.index(tiny().lm_head.weight.detach().numpy().tobytes()[:64])
+    for bad in (good[:len(good) // 2], good[:-20], b"", good[:at] + bytes([good[at] ^ 1]) + good[at + 1:]):
+        path.write_bytes(bad)
+        with pytest.raises(ValueError, match="damaged checkpoint"):
+            read_checkpoint(path)
+    path.write_bytes(good)
+    assert read_checkpoint(path)["step"] == 3
+
+
+def test_no_checkpoint_says_what_to_type(tmp_path):
+    with pytest.raises(FileNotFoundError, match="train.py --out"):
+        load_model(tmp_path)
