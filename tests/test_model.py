@@ -211,6 +211,8 @@ def test_loss_is_float32_under_autocast():
         loss = model(idx, idx)[1]
     assert loss.dtype == torch.float32 and abs(loss - exact) < 0.01
     assert abs(exact.item() - math.log(3000)) < 0.05
+    loss = model.bfloat16()(idx, idx)[1]  # in bfloat16 it would move in steps of 1/32
+    assert loss.dtype == torch.float32 and abs(loss - exact) < 0.01
 
 
 # --- gradients and activation checkpointing
