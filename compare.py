@@ -313,11 +313,13 @@ def draw_codes(groups, styles, out):
             if report.get(key):
                 counts = np.array(report[key], float)
                 axis.plot(counts / (report["vocab_size"] if key == "bit_counts" else counts.sum()), label=g["label"], **style)
-        norms = report["squared_norms"]["histogram"]
-        axes.flat[3].stairs(np.array(norms["counts"]) / report["vocab_size"], norms["edges"], label=g["label"], **styles[g["name"]])
+        counts, edges = (np.array(report["squared_norms"]["histogram"][key], float) for key in ("counts", "edges"))
+        seen = counts > 0
+        axes.flat[3].plot((edges[1:] + edges[:-1])[seen] / 2, counts[seen] / counts.sum(), label=g["label"], **style)
     for axis, (_, xlabel, ylabel) in zip(axes.flat, (*panels, ("", "squared norm of the input vector", "share of ids"))):
         axis.set(xlabel=xlabel, ylabel=ylabel)
     axes.flat[1].set_ylim(0, 1)
+    axes.flat[3].set_xscale("log")  # matched norms are a thousand times smaller
     figure.legend(*axes.flat[3].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     figure.savefig(out / "codes.png")
 
