@@ -1,253 +1,408 @@
-"""Compare training runs that differ in their input interface and seed: a table with error bars, and figures.
+"""Compare training runs, or benchmark scores: tables, paired statistics and figures.
 
-    python compare.py out/smoke-*                          every interface against --baseline=learned
+Everything is paired. Models that answered the same questions are compared question by question, interfaces on the same validation
+documents, and seed by seed (the same initial body and training windows): what both sides share cancels, and most noise is shared.
+
+    scores    difference of the first file to each other one, by task: mean over documents, with a paired bootstrap interval
+                accuracies       exact McNemar test: of the b + c documents that one model alone has right, b ~ Binomial(b + c, 1/2)
+                log-likelihoods  paired bootstrap test of the mean difference (of bits per byte, for a page: a ratio of two sums)
+                across tasks     Holm's correction, for the tests of one kind on one pair of models
+    runs      difference of each input interface to --baseline in held-out loss, with two intervals
+                seeds            Student's t of the differences of single seeds: what other weights and windows might give
+                documents        paired bootstrap of whole documents, losses averaged over seeds: what other documents might give
+
+Usage:
+    python compare.py out/smoke-*                          runs: every interface against --baseline=learned
     python compare.py out/depth-* --by=n_layer             the same at several depths
+    python compare.py out/paper-learned-s1/paper-00381470.json out/paper-binary-s1/paper-00381470.json --published=binary,gf2
 
-A difference to the baseline has two sources of error, and an interval for each:
-
-    seeds        Student's t over the differences of runs of the same seed (same initial body, same training windows):
-                 what new weights and windows might give
-    documents    a paired bootstrap over the validation documents, losses averaged over the seeds first:
-                 what these same models might give on other documents
-
-Reads RUN/config.json, log.jsonl and the newest heldout-STEP.json (evaluate.py score RUN). Writes to --out: comparison.md,
-comparison.json, loss.png, differences.png, gap.png and, for fixed codes, codes.png. Losses are nats per target.
+Reads files that evaluate.py score --suite or --tasks wrote, or run directories (config.json, log.jsonl, the newest heldout-STEP.json
+of evaluate.py score). Prints text, Markdown or JSON; of runs, also writes comparison.md, comparison.json and PNG figures to --out.
+Refuses models that did not see the same documents and prompts, and runs that differ in more than their input and seed.
 """
 
 import argparse
 import json
+import math
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from scipy import stats
 
-LEVEL, DRAWS = 0.95, 10_000  # of every interval; resamples of a bootstrap
-# What describes the input beside its name, how a label says it, and the value that goes without saying.
+LEVEL = 0.95  # of every interval
+LOWER_IS_BETTER = ("perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte")
+SHOWN = ("acc", "acc_norm", "exact_match", "f1") + LOWER_IS_BETTER
+# The paper's own figures (its results section), as printed there: accuracies in percent. Not measured here.
+PUBLISHED = {
+    "binary": {
+        "hellaswag": {"acc": 40.70, "acc_norm": 52.40}, "piqa": {"acc": 70.51, "acc_norm": 71.11},
+        "lambada_openai": {"acc": 42.75, "perplexity": 17.91}, "arc_easy": {"acc": 67.59, "acc_norm": 61.53},
+        "arc_challenge": {"acc": 32.34, "acc_norm": 34.04}, "winogrande": {"acc": 55.33},
+        "openbookqa": {"acc": 28.20, "acc_norm": 38.00}, "commonsense_qa": {"acc": 20.56}, "mmlu": {"acc": 25.88},
+        "mmlu_5shot": {"acc": 25.57}, "wikitext": {"word_perplexity": 18.58, "byte_perplexity": 1.73, "bits_per_byte": 0.79}},
+    "gf2": {"hellaswag": {"acc_norm": 51.44}, "piqa": {"acc": 71.16}, "lambada_openai": {"acc": 42.29}},
+    "SmolLM2-135M": {"hellaswag": {"acc_norm": 43.02}},
+    "SmolLM2-360M": {"hellaswag": {"acc_norm": 56.28}},
+}
+# The fields of config.json that describe an input beside its name: how a label says them, and the value that goes without saying.
 INPUT_FIELDS = {"code_seed": ("seed {}", None), "code_offset": ("offset {}", "0"), "code_values": ("{}", "01"),
                 "code_scale": ("scale {}", "1"), "lift": ("{}", "tile"), "table_free": ("table-free", "False")}
-# What may differ between runs that are compared: where and how they ran, what they wrote. All else is the experiment.
+# What else may differ between runs: where and how they ran, what they reported. All other fields are the experiment.
 FREE = {"input", "seed", *INPUT_FIELDS, "preset", "data", "out", "device", "micro_batch", "checkpoint_activations", "compile", "eval_every",
         "save_every", "log_every", "keep", "resume", "dry_run", "initial_body_sha256", "parameters", "code_report"}
-# Distinguishable to colour-blind eyes (Okabe and Ito, 2008); the baseline is black.
+# Colours that colour-blind eyes can tell apart (Okabe and Ito, 2008), one for each kind of input; dashes for its variants.
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#777777")
 DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)))
+STYLE = {"font.size": 9.5, "axes.titlesize": 10, "axes.titlelocation": "left", "axes.spines.top": False, "axes.spines.right": False,
+         "axes.grid": True, "grid.alpha": 0.3, "axes.axisbelow": True, "legend.frameon": False, "savefig.dpi": 200}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Statistics
+# Statistics and tables
 
 def student_interval(values):
-    """Return (mean, half-width of its 95 % interval by Student's t); the half-width of a single value is None."""
-    values = np.asarray(values, float)
-    n = len(values)
-    return values.mean().item(), None if n < 2 else (stats.t.ppf((1 + LEVEL) / 2, n - 1) * values.std(ddof=1) / n**0.5).item()
+    """Return (mean, half-width of its interval by Student's t); the half-width of a single value is None."""
+    n, mean = len(values), np.mean(values).item()
+    return mean, None if n < 2 else (stats.t.ppf((1 + LEVEL) / 2, n - 1) * np.std(values, ddof=1) / math.sqrt(n)).item()
 
 
-def paired_bootstrap(differences, weights=None):
-    """Return the 95 % percentile interval (low, high) of sum(differences) / sum(weights) under resampling of the units.
+def mcnemar(b, c):
+    """Return the two-sided p value of the exact McNemar test: b and c documents that one model alone has right.
+
+    Under the null hypothesis b ~ Binomial(b + c, 1/2) (McNemar 1947; exact: Liddell 1976).
+    """
+    return stats.binomtest(b, b + c).pvalue if b + c else 1.0
+
+
+def paired_bootstrap(difference, weight, resamples, seed=0):
+    """Return (low, high, p) of sum(difference) / sum(weight) when documents are drawn anew, with replacement.
 
     Args:
-        differences: float [n], of two models on each unit (document), summed within it.
-        weights: float [n], what a unit counts (its targets); None for the mean difference of units that count alike.
+        difference, weight: float64 [n], of each document; weight 1 gives the mean.
+    The interval is the percentile interval (Efron 1979). p is two-sided: twice the share of resamples on the far side of 0, each
+    side counting itself once (Davison and Hinkley 1997, 4.2.3), so it is never 0. Without any difference p = 1.
     """
-    differences = np.asarray(differences, float)
-    n, rng, estimates = len(differences), np.random.default_rng(0), []
-    weights = np.ones(n) if weights is None else np.asarray(weights, float)
-    for draws in np.array_split(np.arange(DRAWS), -(-DRAWS * n // 5_000_000)):  # 5M indices at a time
-        units = rng.integers(n, size=(len(draws), n))
-        estimates.append(differences[units].sum(1) / weights[units].sum(1))
-    return tuple(np.quantile(np.concatenate(estimates), [(1 - LEVEL) / 2, (1 + LEVEL) / 2]).tolist())
+    if not difference.any():
+        return 0.0, 0.0, 1.0
+    generator, n, drawn = np.random.default_rng(seed), len(difference), []
+    for at in range(0, resamples, rows := max(1, 10**7 // n)):
+        index = generator.integers(n, size=(min(rows, resamples - at), n))
+        drawn.append(difference[index].sum(1) / weight[index].sum(1))
+    drawn = np.concatenate(drawn)
+    low, high = np.quantile(drawn, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    p = 2 * (1 + min((drawn <= 0).sum(), (drawn >= 0).sum())) / (1 + resamples)
+    return float(low), float(high), min(1.0, float(p))
+
+
+def holm(p_values):
+    """Return p values corrected for their number, in their order (Holm 1979): sorted, the i-th smallest times n - i, made monotone."""
+    order = np.argsort(p_values, kind="stable")
+    n, corrected = len(order), np.empty(len(order))
+    corrected[order] = np.minimum(1, np.maximum.accumulate((n - np.arange(n)) * np.array(p_values)[order]))
+    return corrected.tolist()
+
+
+def format_table(header, rows, markdown, left=1):
+    """Return a table of strings, as Markdown or in aligned columns; the first `left` columns are flush left."""
+    lines, widths = [], [max(map(len, column)) for column in zip(header, *rows)]
+    for row in [header, *rows]:
+        cells = [cell.ljust(width) if i < left else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths))]
+        lines.append("| " + " | ".join(cells) + " |" if markdown else "  ".join(cells).rstrip())
+    if markdown:
+        lines.insert(1, "| " + " | ".join("---" if i < left else "---:" for i in range(len(header))) + " |")
+    return "\n".join(lines)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Reading
+# Scores
 
-@dataclass
-class Run:
-    path: str
-    config: dict
-    curve: dict              # targets seen -> loss on the fixed validation windows
-    targets_per_second: float
-    heldout: dict            # evaluate.py's score: loss, bits_per_byte, dtype, documents
-    documents: np.ndarray    # float [n, 2]: targets and nats of each validation document
-
-
-def read_run(path):
-    """Return the Run of a directory. Raises FileNotFoundError for a file that is not there, ValueError for a run that is not whole."""
-    path = Path(path)
-    if not (path / "config.json").exists():
-        raise FileNotFoundError(f"{path}: no config.json; name run directories that train.py wrote")
-    if not (scores := sorted(path.glob("heldout-*.json"))):
-        raise FileNotFoundError(f"{path}: no held-out score; python evaluate.py score {path}")
+def read_json(path):
+    """Return what a JSON file, or each line of a .jsonl file, holds. Raises ValueError if it is not JSON."""
     try:
-        config, heldout = (json.loads(file.read_text()) for file in (path / "config.json", scores[-1]))
-        rows = [json.loads(line) for line in (path / "log.jsonl").read_text().splitlines()]
-        documents = np.array([[d["targets"], d["nats"]] for d in heldout["documents"]], float)
-    except (json.JSONDecodeError, KeyError) as error:
-        raise ValueError(f"{path}: config.json, log.jsonl or {scores[-1].name} is damaged ({error})") from None
-    done = max((row["targets"] for row in rows), default=0)
-    if done < config["max_targets"] or heldout["step"] * config["tokens_per_step"] != done:
-        raise ValueError(f"{path}: {done:,} of {config['max_targets']:,} targets trained, {heldout['step'] * config['tokens_per_step']:,} "
-                         f"when scored; finish it with train.py --resume, then python evaluate.py score {path}")
-    return Run(str(path), config, {row["targets"]: row["val_loss"] for row in rows if "val_loss" in row},
-               np.median([row["targets_per_second"] for row in rows if "loss" in row]).item(), heldout, documents)
+        text = Path(path).read_text()
+        return json.loads(text) if Path(path).suffix == ".json" else [json.loads(line) for line in text.splitlines()]
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path}: not JSON ({error})") from None
 
 
-def label(config):
-    """Return the name of a run's input interface: binary, gf2 seed 7, binary pm1, binary scale matched ..."""
-    words = [config["input"]]
-    for field, (text, silent) in INPUT_FIELDS.items():
-        drawn = field != "code_seed" or config["input"] in ("gf2", "random")
-        if drawn and field in config and str(config[field]) != silent:
-            words.append(text.format(config[field]))
-    return " ".join(words)
+def read_scores(path):
+    """Return a scores file as a dict, with its name. Raises ValueError if it is not one."""
+    scores = read_json(path)
+    if not isinstance(scores, dict) or not {"model", "protocol", "tasks", "groups"} <= set(scores):
+        raise ValueError(f"{path}: not a scores file; expected what evaluate.py score --suite=paper writes")
+    return scores | {"name": scores["model"]["name"], "path": str(path)}
 
 
-def check_same_experiment(runs, by):
-    """Raise ValueError, naming the fields, unless runs differ in their input, their seed and the field `by` alone."""
-    initial, first = {}, runs[0]
-    for run in runs:
-        fields = sorted({*first.config, *run.config} - FREE - {by})
-        differing = [f"{name} {first.config.get(name)} / {run.config.get(name)}" for name in fields
-                     if first.config.get(name) != run.config.get(name)]
-        same_start = initial.setdefault((run.config["seed"], run.config.get(by)), run)
-        if run.config["initial_body_sha256"] != same_start.config["initial_body_sha256"]:
-            differing.append(f"initial_body_sha256 of seed {run.config['seed']} (first seen in {same_start.path})")
-        if run.heldout["dtype"] != first.heldout["dtype"]:
-            differing.append(f"dtype of the held-out score {first.heldout['dtype']} / {run.heldout['dtype']}")
-        if not np.array_equal(run.documents[:, 0], first.documents[:, 0]):
-            differing.append(f"validation documents {len(first.documents)} / {len(run.documents)}, by their targets")
-        if differing:
-            raise ValueError(f"{first.path} and {run.path} are not the same experiment: {'; '.join(differing)}")
+def name_models(files):
+    """Return a short, distinct name for each file: the model's, with its step or the file's path where that is not enough."""
+    names = [Path(scores["name"]).name.removesuffix(".pt") for scores in files]
+    return [name if names.count(name) == 1 else scores["path"].removesuffix(".json") for name, scores in zip(names, files)]
+
+
+def list_rows(scores):
+    """Return {name: (its tasks' names, its metrics)}: each task that stands alone, and each group that is in no other."""
+    grouped = {task for group in scores["groups"].values() for task in group["tasks"]}
+    rows = {name: ([name], task["metrics"]) for name, task in scores["tasks"].items() if name not in grouped}
+    return rows | {name: (group["tasks"], group["metrics"]) for name, group in scores["groups"].items() if group["top"]}
+
+
+def check_same(files):
+    """Return remarks on what differs between files. Raises ValueError where a task they share has other prompts or documents."""
+    first, remarks = files[0], []
+    for other in files[1:]:
+        shared = [task for task in first["tasks"] if task in other["tasks"]]
+        differ = {key: [task for task in shared if first["tasks"][task][key] != other["tasks"][task][key]]
+                  for key in ("prompts_sha256", "tokens_sha256", "version", "n_truncated")}
+        if tasks := differ["prompts_sha256"]:
+            raise ValueError(f"{other['path']} and {first['path']} did not see the same documents and prompts in {', '.join(tasks[:5])}"
+                             f"{' and others' if len(tasks) > 5 else ''}; score both alike (--limit, --num_fewshot, --data_dir)")
+        if not shared:
+            raise ValueError(f"{other['path']} and {first['path']} have no task in common")
+        told = [f"{key}: {first['protocol'][key]} there, {other['protocol'][key]} here" for key in ("dtype", "max_length", "lm_eval")
+                if first["protocol"][key] != other["protocol"][key]]
+        told += [f"other {what} in {len(differ[key])} of {len(shared)} tasks" for key, what in (
+            ("tokens_sha256", "token ids"), ("version", "task versions"), ("n_truncated", "numbers of truncated requests")) if differ[key]]
+        missing = sorted(set(list_rows(first)) ^ set(list_rows(other)))
+        told += [f"in one only: {', '.join(missing)}"] if missing else []
+        remarks += [f"{other['path']}, against {first['path']}: {'; '.join(told)}"] if told else []
+    return remarks
+
+
+def read_paired(first, other, tasks, metric):
+    """Return float64 [n, 2] of values and weights for each of two files: one row a document, in the same order.
+
+    A mean has weights 1; bits per byte has minus the log-likelihood in bits, and the bytes.
+    """
+    both = []
+    for scores in (first, other):
+        rows = {}
+        for task in tasks:
+            docs = scores["tasks"][task]["docs"]
+            rows |= {(task, doc_id): value for doc_id, value in zip(docs["doc_id"], docs.get(metric, ()))}
+        both.append(rows)
+    keys = [key for key in both[0] if key in both[1] and both[0][key] is not None and both[1][key] is not None]
+    if metric == "bits_per_byte":
+        return [np.array([(-rows[key][0] / math.log(2), rows[key][1]) for key in keys], float).reshape(-1, 2) for rows in both]
+    return [np.array([(rows[key], 1) for key in keys], float).reshape(-1, 2) for rows in both]
+
+
+def compare_pair(first, other, resamples):
+    """Return the paired comparisons of two files: a list of dicts, one for each task and metric that both have.
+
+    Keys: task, metric, n (documents), first, other, difference (other - first), low, high (95 %), test, p, p_holm; for accuracies
+    also only_first, only_other (documents that one alone has right). Accuracies are shares, log-likelihoods nats a document.
+    """
+    results = []
+    for task, (tasks, _) in list_rows(first).items():
+        if task not in list_rows(other):
+            continue
+        for metric in ("acc", "acc_norm", "exact_match", "loglikelihood", "bits_per_byte"):
+            a, b = read_paired(first, other, tasks, metric)
+            if not len(a) or metric == "loglikelihood" and "bits_per_byte" in first["tasks"][tasks[0]]["docs"]:
+                continue
+            difference, weight = b[:, 0] - a[:, 0], a[:, 1]
+            low, high, p = paired_bootstrap(difference, weight, resamples)
+            result = {"task": task, "metric": metric, "n": len(a), "first": a[:, 0].sum() / weight.sum(), "other": b[:, 0].sum() / weight.sum(),
+                      "difference": difference.sum() / weight.sum(), "low": low, "high": high, "test": "paired bootstrap", "p": p}
+            if metric in ("acc", "acc_norm", "exact_match") and set(np.unique(difference)) <= {-1.0, 0.0, 1.0}:
+                only_first, only_other = int((difference < 0).sum()), int((difference > 0).sum())
+                result |= {"test": "exact McNemar", "p": mcnemar(only_first, only_other), "only_first": only_first, "only_other": only_other}
+            results.append(result)
+    for metric in {result["metric"] for result in results}:
+        family = [result for result in results if result["metric"] == metric]
+        for result, corrected in zip(family, holm([result["p"] for result in family])):
+            result |= {"p_holm": corrected, "family": len(family)}
+    return results
+
+
+def format_value(metric, value, error=None):
+    """Return a metric as the paper prints it: accuracies in percent with their standard error, the others as they are."""
+    if value is None:
+        return "-"
+    scale = 1 if metric in LOWER_IS_BETTER else 100
+    return f"{scale * value:.2f}" + (f" ±{scale * error:.2f}" if isinstance(error, float) else "")
+
+
+def compare_scores(paths, published=(), resamples=10_000):
+    """Return the comparison of scores files as plain values: the metrics of each, the paper's, and the first against each other one."""
+    files = [read_scores(path) for path in paths]
+    remarks, names = check_same(files), name_models(files)
+    return {"models": names, "files": [scores["path"] for scores in files], "remarks": remarks,
+            "metrics": {name: {task: metrics for task, (_, metrics) in list_rows(scores).items()} for name, scores in zip(names, files)},
+            "published": {name: PUBLISHED[name] for name in published},
+            "pairs": [{"first": names[0], "other": name, "tests": compare_pair(files[0], other, resamples)}
+                      for name, other in zip(names[1:], files[1:])]}
+
+
+def build_table(result):
+    """Return (header, rows) of strings: a row for each task and metric, a column for each model, then the paper's own columns."""
+    rows = []
+    for task in dict.fromkeys(task for tasks in result["metrics"].values() for task in tasks):
+        metrics = [tasks.get(task, {}) for tasks in result["metrics"].values()]
+        for metric in SHOWN:
+            if any(metric in values for values in metrics):
+                paper = [tasks.get(task, {}).get(metric) for tasks in result["published"].values()]
+                rows.append([task, metric + (" (lower is better)" if metric in LOWER_IS_BETTER else ", %"),
+                             *(format_value(metric, values.get(metric), values.get(f"{metric}_stderr")) for values in metrics),
+                             *("-" if value is None else f"{value:.2f}" for value in paper)])
+    return ["task", "metric", *result["models"], *(f"paper: {name}" for name in result["published"])], rows
+
+
+def build_statistics(results):
+    """Return (header, rows) of strings of compare_pair's results."""
+    rows = []
+    for r in results:
+        scale, unit = (100, "points") if r["test"] == "exact McNemar" else (1, "bits/byte" if r["metric"] == "bits_per_byte" else "nats")
+        rows.append([r["task"], r["metric"], f"{r['n']:,}", f"{scale * r['difference']:+.3f} {unit}",
+                     f"[{scale * r['low']:+.3f}, {scale * r['high']:+.3f}]",
+                     f"{r['only_first']} / {r['only_other']}" if "only_first" in r else "", r["test"], f"{r['p']:.4g}", f"{r['p_holm']:.4g}"])
+    return ["task", "metric", "documents", "difference", f"{LEVEL:.0%} interval", "only first / other right", "test", "p", "p (Holm)"], rows
+
+
+def describe_scores(result, markdown):
+    """Return the report of compare_scores' result: the table, remarks, and the tests of each pair."""
+    parts = [format_table(*build_table(result), markdown, left=2), *(f"NOTE: {remark}" for remark in result["remarks"])]
+    for pair in result["pairs"]:
+        first, other, bold = pair["first"], pair["other"], "**" * markdown
+        parts += [f"{bold}{other} - {first}, on the same documents{bold} (positive: {other} is higher)",
+                  format_table(*build_statistics(pair["tests"]), markdown, left=2)]
+    return "\n\n".join(parts) + "\n"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Runs
 
-def compare_runs(paths, baseline="learned", by=None):
+def label(config):
+    """Return the name of a run's input interface: binary, gf2 seed 7, binary pm1, binary scale matched ..."""
+    words = [config["input"]]
+    for field, (text, silent) in INPUT_FIELDS.items():
+        if str(config.get(field, silent)) != str(silent) and (field != "code_seed" or config["input"] in ("gf2", "random")):
+            words.append(text.format(config[field]))
+    return " ".join(words)
+
+
+def read_run(path):
+    """Return a run directory as a dict: path, label, config, curve (targets -> loss on the fixed validation windows), heldout (its
+    held-out score), documents (float64 [n, 2]: targets and nats) and targets_per_second (the median).
+
+    Raises FileNotFoundError for a file that is not there, ValueError for a run that is not finished and scored.
+    """
+    path = Path(path)
+    if not (path / "config.json").exists():
+        raise FileNotFoundError(f"{path}: no config.json; name run directories that train.py wrote")
+    config, rows, scores = read_json(path / "config.json"), read_json(path / "log.jsonl"), sorted(path.glob("heldout-*.json"))
+    done, heldout = max((row["targets"] for row in rows), default=0), read_json(scores[-1]) if scores else {"step": 0}
+    if done < config["max_targets"] or heldout["step"] * config["tokens_per_step"] != done:
+        raise ValueError(f"{path}: {done:,} of {config['max_targets']:,} targets trained, {heldout['step'] * config['tokens_per_step']:,} "
+                         f"at its held-out score; finish it with train.py --resume, then python evaluate.py score {path}")
+    return {"path": str(path), "label": label(config), "config": config, "heldout": heldout,
+            "curve": {row["targets"]: row["val_loss"] for row in rows if "val_loss" in row},
+            "documents": np.array([[d["targets"], d["nats"]] for d in heldout["documents"]], float),
+            "targets_per_second": np.median([row["targets_per_second"] for row in rows if "loss" in row]).item()}
+
+
+def check_same_experiment(runs, by):
+    """Raise ValueError, naming the fields, unless runs differ in their input, their seed and the field `by` alone."""
+    first, starts = runs[0], {}
+    for run in runs:
+        a, b, start = first["config"], run["config"], starts.setdefault((run["config"]["seed"], run["config"].get(by)), run)
+        differing = [f"{key} {a.get(key)} / {b.get(key)}" for key in sorted({*a, *b} - FREE - {by}) if a.get(key) != b.get(key)]
+        if b["initial_body_sha256"] != start["config"]["initial_body_sha256"]:
+            differing.append(f"initial_body_sha256 of seed {b['seed']} (the first is that of {start['path']})")
+        if (here := run["heldout"]["dtype"]) != (there := first["heldout"]["dtype"]):
+            differing.append(f"dtype of the held-out score {there} / {here}")
+        if not np.array_equal(first["documents"][:, 0], run["documents"][:, 0]):
+            differing.append(f"the targets of {len(first['documents'])} / {len(run['documents'])} validation documents")
+        if differing:
+            raise ValueError(f"{first['path']} and {run['path']} are not the same experiment: {'; '.join(differing)}")
+
+
+def compare_runs(paths, baseline="learned", by=None, resamples=10_000):
     """Return the comparison of run directories as plain values: what comparison.json holds and the figures show.
 
     Args:
-        baseline: the label that every other is compared with, seed by seed, at equal values of the field `by`.
+        baseline: the label that the others are compared with, seed by seed, at equal values of the field `by`.
         by: a field of config.json that may differ between the runs, such as n_layer.
     Raises ValueError if runs are not the same experiment but for their input, seed and `by`, or have nothing to pair.
     """
-    runs = [read_run(path) for path in paths]
+    runs, groups = [read_run(path) for path in paths], {}
     check_same_experiment(runs, by)
-    groups = {}
     for run in runs:
-        seeds = groups.setdefault((run.config.get(by), label(run.config)), {})
-        if (twin := seeds.setdefault(run.config["seed"], run)) is not run:
-            raise ValueError(f"{twin.path} and {run.path} have the same interface ({label(run.config)}) and seed; leave one out")
-    result = {"baseline": baseline, "by": by, "level": LEVEL, "draws": DRAWS, "heldout_dtype": runs[0].heldout["dtype"],
-              "documents": len(runs[0].documents), "targets": int(runs[0].documents[:, 0].sum()),
-              "experiment": {key: value for key, value in runs[0].config.items() if key not in FREE | {by}}, "groups": []}
-    names = [baseline, *(name for _, name in groups)]  # the baseline first, so that it gets the first colour; then as they came
+        seeds = groups.setdefault((run["config"].get(by), run["label"]), {})
+        if (twin := seeds.setdefault(run["config"]["seed"], run)) is not run:
+            raise ValueError(f"{twin['path']} and {run['path']} have the same interface ({run['label']}) and seed; leave one out")
+    weights, names, members = runs[0]["documents"][:, 0], [baseline, *(name for _, name in groups)], []  # the baseline gets the first colour
     for (value, name), seeds in sorted(groups.items(), key=lambda item: (names.index(item[0][1]), item[0][0])):
-        if (value, baseline) not in groups:
-            raise ValueError(f"--baseline={baseline}: no such run" + (f" with {by}={value}" if by else "") +
-                             f"; there are {', '.join(sorted({name for at, name in groups if at == value}))}")
-        base = groups[value, baseline]
+        base = groups.get((value, baseline), {})
         if not (common := sorted(set(seeds) & set(base))):
-            raise ValueError(f"{name} has seeds {sorted(seeds)}, {baseline} {sorted(base)}: none to pair")
-        loss, interval = student_interval([run.heldout["loss"] for run in seeds.values()])
-        difference, seed_interval = student_interval([seeds[s].heldout["loss"] - base[s].heldout["loss"] for s in common])
-        nats = np.mean([seeds[s].documents[:, 1] - base[s].documents[:, 1] for s in common], axis=0)
-        points = sorted(set.intersection(*(set(run.curve) for run in [*seeds.values(), *base.values()])))
-        config = next(iter(seeds.values())).config
-        result["groups"].append({
-            "name": name + (f", {by} {value}" if by else ""), "label": name, "by": value, "seeds": sorted(seeds),
-            "runs": [run.path for run in seeds.values()],
-            "loss": loss, "loss_seed_interval": interval, "losses": [seeds[s].heldout["loss"] for s in sorted(seeds)],
-            "bits_per_byte": np.mean([run.heldout["bits_per_byte"] for run in seeds.values()]).item(),
-            "difference": difference, "difference_seed_interval": seed_interval, "paired_seeds": common,
-            "differences": [seeds[s].heldout["loss"] - base[s].heldout["loss"] for s in common],
-            "difference_document_interval": paired_bootstrap(nats, runs[0].documents[:, 0]),
-            "curve_targets": points, "curve_losses": [[seeds[s].curve[t] for t in points] for s in sorted(seeds)],
-            "curve_differences": [[seeds[s].curve[t] - base[s].curve[t] for t in points] for s in common],
-            "parameters": config.get("parameters", {}), "code_report": config.get("code_report"),
-            "targets_per_second": np.mean([run.targets_per_second for run in seeds.values()]).item()})
-    return result
+            there = ", ".join(sorted(f"{other} (seeds {sorted(groups[at, other])})" for at, other in groups if at == value))
+            raise ValueError(f"--baseline={baseline}: no run of it to pair with {name}" + (f" at {by}={value}" if by else "") + f"; there are {there}")
+        points = sorted(set.intersection(*(set(run["curve"]) for run in [*seeds.values(), *base.values()])))
+        losses, differences = [seeds[s]["heldout"]["loss"] for s in sorted(seeds)], \
+            [seeds[s]["heldout"]["loss"] - base[s]["heldout"]["loss"] for s in common]
+        nats = np.mean([seeds[s]["documents"][:, 1] - base[s]["documents"][:, 1] for s in common], axis=0)
+        loss, loss_interval = student_interval(losses)
+        difference, seed_interval = student_interval(differences)
+        run = next(iter(seeds.values()))
+        members.append({
+            "name": name + (f", {by} {value}" if by else ""), "label": name, "by": value, "runs": [seeds[s]["path"] for s in sorted(seeds)],
+            "seeds": sorted(seeds), "losses": losses, "loss": loss, "loss_seed_interval": loss_interval,
+            "bits_per_byte": np.mean([run["heldout"]["bits_per_byte"] for run in seeds.values()]).item(),
+            "paired_seeds": common, "differences": differences, "difference": difference, "difference_seed_interval": seed_interval,
+            "difference_document_interval": paired_bootstrap(nats, weights, resamples)[:2],
+            "curve_targets": points, "curve_losses": [[seeds[s]["curve"][t] for t in points] for s in sorted(seeds)],
+            "curve_differences": [[seeds[s]["curve"][t] - base[s]["curve"][t] for t in points] for s in common],
+            "parameters": run["config"].get("parameters") or {}, "code_report": run["config"].get("code_report"),
+            "targets_per_second": np.mean([run["targets_per_second"] for run in seeds.values()]).item()})
+    return {"baseline": baseline, "by": by, "level": LEVEL, "resamples": resamples, "heldout_dtype": runs[0]["heldout"]["dtype"],
+            "documents": len(weights), "targets": int(weights.sum()),
+            "experiment": {key: value for key, value in runs[0]["config"].items() if key not in FREE | {by}}, "groups": members}
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Tables
-
-def table(header, rows):
-    """Return a Markdown table of texts, aligned to be read as it is: the first column to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(header, *rows)]
-    line = lambda cells: "| " + " | ".join(cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(zip(cells, widths))) + " |"
-    return "\n".join([line(header), "|" + "|".join("-" * (w + 1) + ("-:"[i > 0]) for i, w in enumerate(widths)) + "|", *map(line, rows)])
-
-
-def describe_runs(result):
-    """Return the Markdown report of compare_runs' result."""
-    e, base, groups = result["experiment"], result["baseline"], result["groups"]
-    losses, sizes = [], []
-    for g in groups:
-        seed, (low, high) = g["difference_seed_interval"], g["difference_document_interval"]
-        paired = ["baseline", "", ""] if g["label"] == base else [
-            f"{g['difference']:+.4f}", "one seed" if seed is None else f"{g['difference'] - seed:+.4f} to {g['difference'] + seed:+.4f}",
-            f"{low:+.4f} to {high:+.4f}"]
-        half = g["loss_seed_interval"]
-        losses.append([g["name"], str(len(g["seeds"])), f"{g['loss']:.4f}" + ("" if half is None else f" ±{half:.4f}"),
-                       f"{g['bits_per_byte']:.4f}", *paired])
-        sizes.append([g["name"], *(f"{g['parameters'][key]:,}" if key in g["parameters"] else "" for key in
+def describe_runs(result, markdown):
+    """Return the report of compare_runs' result: losses and differences, what they mean, sizes and speed."""
+    e, base, losses, sizes = result["experiment"], result["baseline"], [], []
+    for g in result["groups"]:
+        half, d, (low, high) = g["difference_seed_interval"], g["difference"], g["difference_document_interval"]
+        losses.append([g["name"], str(len(g["seeds"])), f"{g['loss']:.4f}" + (f" ±{g['loss_seed_interval']:.4f}" if g["loss_seed_interval"] else ""),
+                       f"{g['bits_per_byte']:.4f}", *(["baseline", "", ""] if g["label"] == base else [
+                           f"{d:+.4f}", "one seed" if half is None else f"{d - half:+.4f} to {d + half:+.4f}", f"{low:+.4f} to {high:+.4f}"])])
+        sizes.append([g["name"], *(f"{g['parameters'][key]:,}" if key in g["parameters"] else "-" for key in
                                    ("input", "body", "head", "trainable", "buffers")), f"{g['targets_per_second']:,.0f}"])
-    sizes_of = ", ".join(f"{key} {e[key]:,}" for key in ("n_layer", "n_embd", "n_head", "n_ffn", "block_size", "vocab_size") if key in e)
-    figures = ["loss", "differences", "gap"] + ["codes"] * any(g["code_report"] for g in groups)
-    return "\n".join([
-        f"# {len(groups)} input interfaces, {sum(len(g['seeds']) for g in groups)} runs", "",
-        f"{sizes_of}; {e.get('max_targets', 0):,} targets, {e.get('tokens_per_step', 0):,} an update, {e.get('dtype')}; "
-        f"data {str(e.get('data_fingerprint'))[:12]}. Everything but the input and the seed is equal"
-        + (f", and {result['by']}." if result["by"] else "."), "",
-        table(["interface", "seeds", "held-out loss (nats)", "bits per byte", f"minus {base}", "95 % over seeds", "95 % over documents"], losses),
-        "", f"Loss: mean over seeds of the nats per target on {result['documents']:,} validation documents ({result['targets']:,} targets, "
-        f"scored in {result['heldout_dtype']}), ± the 95 % interval by Student's t over seeds. Minus {base}: mean of the differences of runs "
-        "of the same seed. Over seeds: Student's t of these differences. Over documents: percentile interval of a paired bootstrap, "
-        f"{result['draws']:,} resamples of whole validation documents, the same for both sides; losses are averaged over the seeds first, and "
-        "seeds are not resampled.", "",
-        table(["interface", "input", "body", "head", "trainable", "fixed buffers", "targets/s"], sizes), "",
-        "Parameters by group; targets/s: median of a run's log, mean over seeds, on the machines that trained them.", "",
-        *(f"![{figure}]({figure}.png)\n" for figure in figures)])
+    return "\n\n".join([
+        ", ".join(f"{key} {e[key]}" for key in ("n_layer", "n_embd", "n_head", "n_ffn", "block_size", "vocab_size", "max_targets", "tokens_per_step",
+                  "max_lr", "dtype") if key in e) + f", data {e['data_fingerprint'][:12]}: equal in all runs, as is all but input, seed"
+        + (f" and {result['by']}." if result["by"] else "."),
+        format_table(["interface", "seeds", "held-out loss (nats)", "bits per byte", f"minus {base}", f"{LEVEL:.0%} over seeds",
+                      f"{LEVEL:.0%} over documents"], losses, markdown),
+        f"Loss: nats per target on {result['documents']:,} validation documents ({result['targets']:,} targets, scored in "
+        f"{result['heldout_dtype']}), mean over seeds ± Student's t interval. Minus {base}: mean difference of runs of the same seed. Over "
+        "seeds: Student's t of these differences. Over documents: percentile interval of a paired bootstrap; whole documents are resampled "
+        f"({result['resamples']:,} times, the same for both sides), losses are averaged over the seeds before, and seeds are not resampled.",
+        format_table(["parameters", "input", "body", "head", "trainable", "fixed buffers", "targets/s"], sizes, markdown),
+        "targets/s: median of a run's log, mean over seeds, on the machines that trained them."]) + "\n"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Figures: 8.3 inches wide, for a page 830 pixels wide
-
-STYLE = {"font.size": 9.5, "axes.titlesize": 10, "axes.titlelocation": "left", "axes.spines.top": False, "axes.spines.right": False,
-         "axes.grid": True, "grid.alpha": 0.3, "axes.axisbelow": True, "legend.frameon": False, "savefig.dpi": 200}
-
-
-def new_figure(height, *shape):
-    """Return (figure, axes) as plt.subplots, in the style of all figures; needs no display."""
-    import matplotlib
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-    plt.rcParams.update(STYLE)
-    return plt.subplots(*shape, figsize=(8.3, height), layout="constrained")
-
+# Figures of runs: 8.3 inches wide, for a page 830 pixels wide
 
 def line_styles(groups):
     """Return {name: how to draw it}: a colour for each kind of input, a dash pattern for each of its variants."""
-    kinds, styles = {}, {}
+    kinds = {}
     for g in groups:
-        names = kinds.setdefault(g["label"].split()[0], [])
-        names.append(g["name"])
-        colour = COLOURS[list(kinds).index(g["label"].split()[0]) % len(COLOURS)]
-        styles[g["name"]] = {"color": colour, "linestyle": DASHES[(len(names) - 1) % len(DASHES)]}
-    return styles
+        kinds.setdefault(g["label"].split()[0], []).append(g["name"])
+    return {name: {"color": COLOURS[i % len(COLOURS)], "linestyle": DASHES[j % len(DASHES)]}
+            for i, names in enumerate(kinds.values()) for j, name in enumerate(names)}
 
 
-def draw_curves(axis, groups, styles, key, name):
+def draw_curves(axis, groups, styles, key, text):
     """Draw group[key], losses [seeds][points], against targets: the mean, and a band from the lowest to the highest seed."""
     from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
     for g in groups:
-        at = [i for i, t in enumerate(g["curve_targets"]) if t > 0]  # the axis is logarithmic
-        targets, losses = np.array(g["curve_targets"], float)[at], np.array(g[key])[:, at]
-        axis.plot(targets, losses.mean(0), label=name(g), **styles[g["name"]])
+        seen = np.array(g["curve_targets"]) > 0  # the axis is logarithmic
+        targets, losses = np.array(g["curve_targets"], float)[seen], np.array(g[key])[:, seen]
+        axis.plot(targets, losses.mean(0), label=text(g), **styles[g["name"]])
         axis.fill_between(targets, losses.min(0), losses.max(0), color=styles[g["name"]]["color"], alpha=0.15, linewidth=0)
     axis.set(xscale="log", xlabel="training targets")
     axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -255,73 +410,79 @@ def draw_curves(axis, groups, styles, key, name):
     axis.xaxis.set_minor_formatter(NullFormatter())
 
 
-def draw_runs(result, out):
-    """Write the figures of compare_runs' result into the directory out."""
-    groups, base, by = result["groups"], result["baseline"], result["by"]
-    styles = line_styles(groups)
-    ranked = sorted(groups, key=lambda g: -g["loss"])
+def draw_differences(axis, groups, styles):
+    """Draw a row for each group: the mean difference, those of single seeds, and both intervals."""
+    for y, g in enumerate(groups):
+        colour = styles[g["name"]]["color"]
+        axis.plot(g["difference_document_interval"], [y, y], color=colour, linewidth=9, alpha=0.35, solid_capstyle="butt")
+        axis.errorbar(g["difference"], y, xerr=g["difference_seed_interval"], color=colour, capsize=4, marker="o", markersize=5)
+        axis.plot(g["differences"], [y] * len(g["differences"]), "|", color=colour, markersize=11)
+        axis.annotate(f"{g['difference']:+.3f}", (1.01, y), xycoords=("axes fraction", "data"), va="center")
+    axis.axvline(0, color="black", linewidth=1)
+    axis.set(yticks=range(len(groups)), yticklabels=[g["name"] for g in groups], ylim=(-0.6, len(groups) - 0.4))
 
-    figure, axis = new_figure(4.2)
+
+def draw_codes(axes, groups, styles):
+    """Draw what fixed codes look like, from train.py's code_report: four panels."""
+    panels = (("weight_histogram", "bits set (Hamming weight)", "share of ids"), ("bit_counts", "bit", "share of ids that have it set"),
+              ("distance_histogram", "Hamming distance", "share of pairs of ids"), ("squared_norms", "squared norm of the input vector", "share of ids"))
+    for axis, (key, xlabel, ylabel) in zip(axes.flat, panels):
+        for g in groups:
+            if not (found := g["code_report"].get(key)):
+                continue  # codes of real numbers have no bits
+            x, y = np.arange(len(found)), np.array(found.get("histogram")["counts"] if key == "squared_norms" else found, float)
+            if key == "squared_norms":
+                edges = np.array(found["histogram"]["edges"])
+                x, y = ((edges[1:] + edges[:-1]) / 2)[y > 0], y[y > 0]
+            axis.plot(x, y / (g["code_report"]["vocab_size"] if key == "bit_counts" else y.sum()), label=g["label"], marker="o", markersize=3,
+                      **styles[g["name"]])
+        axis.set(xlabel=xlabel, ylabel=ylabel)
+    axes.flat[1].set_ylim(0, 1)
+    axes.flat[3].set_xscale("log")  # matched norms are a thousand times smaller
+
+
+def draw_runs(result, out):
+    """Write the figures of compare_runs' result into the directory out; return their names."""
+    import matplotlib
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+    plt.rcParams.update(STYLE)
+    base, by, styles = result["baseline"], result["by"], line_styles(result["groups"])
+    ranked = sorted(result["groups"], key=lambda g: -g["loss"])
+    others, coded = [g for g in ranked if g["label"] != base], [g for g in ranked if g["code_report"] and g["by"] == ranked[0]["by"]]
+
+    figure, axis = plt.subplots(figsize=(8.3, 4.2), layout="constrained")
     draw_curves(axis, ranked, styles, "curve_losses", lambda g: f"{g['name']}  {g['loss']:.3f}")
     axis.set(ylabel="validation loss (nats per target)", title="Loss during training: mean and range of seeds")
     figure.legend(*axis.get_legend_handles_labels(), loc="outside right upper", title="interface, final\nheld-out loss", alignment="left")
     figure.savefig(out / "loss.png")
-
-    others = [g for g in ranked if g["label"] != base]
-    figure, axis = new_figure(1.3 + 0.34 * len(others))
-    for y, g in enumerate(others):
-        colour, d, half = styles[g["name"]]["color"], g["difference"], g["difference_seed_interval"]
-        axis.plot(g["difference_document_interval"], [y, y], color=colour, linewidth=7, alpha=0.35, solid_capstyle="butt")
-        if half is not None:
-            axis.errorbar(d, y, xerr=half, color=colour, capsize=4)
-        axis.plot(g["differences"], [y] * len(g["differences"]), "|", color=colour, markersize=11)
-        axis.plot(d, y, "o", color=colour, markersize=5)
-        axis.annotate(f"{d:+.3f}", (1.01, y), xycoords=("axes fraction", "data"), va="center")
-    axis.axvline(0, color="black", linewidth=1)
-    axis.set(yticks=range(len(others)), yticklabels=[g["name"] for g in others], ylim=(-0.6, len(others) - 0.4),
-             xlabel=f"held-out loss minus {base} (nats per target)",
-             title="Paired differences: mean (dot), seeds (ticks), 95 % over seeds (line), over documents (bar)")
+    if not others:
+        return ["loss.png"]
+    figure, axis = plt.subplots(figsize=(8.3, 1.3 + 0.34 * len(others)), layout="constrained")
+    draw_differences(axis, others, styles)
+    axis.set(xlabel=f"held-out loss minus {base} (nats per target)",
+             title=f"Paired differences: mean (dot), seeds (ticks), {LEVEL:.0%} over seeds (line), over documents (bar)")
     figure.savefig(out / "differences.png")
 
-    figure, axes = new_figure(3.8, 1, 2 if by else 1)
-    draw_curves(np.atleast_1d(axes)[0], others, styles, "curve_differences", lambda g: g["name"])
-    np.atleast_1d(axes)[0].set(ylabel=f"validation loss minus {base} (nats)", title="Gap during training: mean and range of seeds")
-    if by:
-        for name in dict.fromkeys(g["label"] for g in others):
-            mine = sorted((g for g in others if g["label"] == name), key=lambda g: g["by"])
-            axes[1].errorbar([g["by"] for g in mine], [g["difference"] for g in mine], [g["difference_seed_interval"] or 0 for g in mine],
-                             color=styles[mine[0]["name"]]["color"], marker="o", capsize=4)
-        axes[1].set(xlabel=by, xticks=sorted({g["by"] for g in others}), ylabel=f"held-out loss minus {base} (nats)",
-                    title="Final gap, 95 % over seeds")
-    for axis in np.atleast_1d(axes):
+    figure, axes = plt.subplots(1, 2 if by else 1, figsize=(8.3, 4.2), layout="constrained", squeeze=False)
+    draw_curves(axes[0, 0], others, styles, "curve_differences", lambda g: g["name"])
+    axes[0, 0].set(ylabel=f"validation loss minus {base} (nats)", title="Gap during training: mean and range of seeds")
+    for name in dict.fromkeys(g["label"] for g in others) if by else ():
+        mine = sorted((g for g in others if g["label"] == name), key=lambda g: g["by"])
+        axes[0, 1].errorbar([g["by"] for g in mine], [g["difference"] for g in mine], [g["difference_seed_interval"] or 0 for g in mine],
+                            color=styles[mine[0]["name"]]["color"], marker="o", capsize=4)
+        axes[0, 1].set(xlabel=by, xticks=sorted({g["by"] for g in others}), ylabel=f"held-out loss minus {base} (nats)",
+                       title=f"Final gap, {LEVEL:.0%} over seeds")
+    for axis in axes.flat:
         axis.axhline(0, color="black", linewidth=1)
-    figure.legend(*np.atleast_1d(axes)[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     figure.savefig(out / "gap.png")
-    draw_codes([g for g in groups if g["code_report"] and g["by"] == groups[0]["by"]], styles, out)
-
-
-def draw_codes(groups, styles, out):
-    """Write codes.png: what the fixed codes look like, from the code_report of train.py."""
-    if not groups:
-        return
-    figure, axes = new_figure(5.6, 2, 2)
-    panels = (("weight_histogram", "bits set (Hamming weight)", "share of ids"), ("bit_counts", "bit", "share of ids in which it is set"),
-              ("distance_histogram", "Hamming distance", "share of pairs of ids"))
-    for g in groups:
-        report, style = g["code_report"], styles[g["name"]] | {"marker": "o", "markersize": 3}
-        for axis, (key, *_) in zip(axes.flat, panels):
-            if report.get(key):
-                counts = np.array(report[key], float)
-                axis.plot(counts / (report["vocab_size"] if key == "bit_counts" else counts.sum()), label=g["label"], **style)
-        counts, edges = (np.array(report["squared_norms"]["histogram"][key], float) for key in ("counts", "edges"))
-        seen = counts > 0
-        axes.flat[3].plot((edges[1:] + edges[:-1])[seen] / 2, counts[seen] / counts.sum(), label=g["label"], **style)
-    for axis, (_, xlabel, ylabel) in zip(axes.flat, (*panels, ("", "squared norm of the input vector", "share of ids"))):
-        axis.set(xlabel=xlabel, ylabel=ylabel)
-    axes.flat[1].set_ylim(0, 1)
-    axes.flat[3].set_xscale("log")  # matched norms are a thousand times smaller
-    figure.legend(*axes.flat[3].get_legend_handles_labels(), loc="outside lower center", ncols=3)
-    figure.savefig(out / "codes.png")
+    if coded:
+        figure, axes = plt.subplots(2, 2, figsize=(8.3, 5.6), layout="constrained")
+        draw_codes(axes, coded, styles)
+        figure.legend(*axes.flat[3].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+        figure.savefig(out / "codes.png")
+    return ["loss.png", "differences.png", "gap.png"] + ["codes.png"] * bool(coded)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -329,23 +490,37 @@ def draw_codes(groups, styles, out):
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__, usage=argparse.SUPPRESS, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("paths", nargs="+", metavar="RUN", help="run directories")
-    parser.add_argument("--baseline", default="learned", help="label of the interface to compare with (default: %(default)s)")
-    parser.add_argument("--by", metavar="FIELD", help="a field of config.json that may differ, such as n_layer")
-    parser.add_argument("--out", default="out/comparison", help="directory to write to (default: %(default)s)")
-    return parser.parse_args()
+    parser.add_argument("paths", nargs="+", metavar="RUN_OR_SCORES", help="run directories, or .json files of evaluate.py score")
+    parser.add_argument("--format", choices=("text", "markdown", "json"), default="text", help="of what is printed (default: %(default)s)")
+    parser.add_argument("--resamples", type=int, default=10_000, help="of the bootstrap (default: %(default)s)")
+    parser.add_argument("--published", default="", help="scores: columns of the paper's own figures, separated by commas, of "
+                        + ", ".join(PUBLISHED))
+    parser.add_argument("--baseline", default="learned", help="runs: the interface to compare with, by its label (default: %(default)s)")
+    parser.add_argument("--by", metavar="FIELD", help="runs: a field of config.json that may differ, such as n_layer")
+    parser.add_argument("--out", default="out/comparison", help="runs: directory to write to (default: %(default)s)")
+    args = parser.parse_args()
+    args.published = [name for name in args.published.split(",") if name]
+    if unknown := [name for name in args.published if name not in PUBLISHED]:
+        parser.error(f"--published={unknown[0]}: expected some of {', '.join(PUBLISHED)}")
+    if args.resamples < 100:
+        parser.error(f"--resamples={args.resamples}: expected 100 or more")
+    return args
 
 
 def main():
     args = parse_args()
-    result = compare_runs(args.paths, args.baseline, args.by)
-    report, out = describe_runs(result), Path(args.out)
-    out.mkdir(parents=True, exist_ok=True)
-    draw_runs(result, out)
-    (out / "comparison.json").write_text(json.dumps(result, indent=1))
-    (out / "comparison.md").write_text(report)
-    print(report.split("\n![")[0])
-    print(f"written to {out}")
+    if runs := Path(args.paths[0]).suffix != ".json":
+        result, describe = compare_runs(args.paths, args.baseline, args.by, args.resamples), describe_runs
+    else:
+        result, describe = compare_scores(args.paths, args.published, args.resamples), describe_scores
+    print(json.dumps(result, indent=1) if args.format == "json" else describe(result, args.format == "markdown"))
+    if runs:
+        out = Path(args.out)
+        out.mkdir(parents=True, exist_ok=True)
+        figures = "".join(f"\n![{Path(name).stem}]({name})\n" for name in draw_runs(result, out))
+        (out / "comparison.json").write_text(json.dumps(result, indent=1))
+        (out / "comparison.md").write_text(describe(result, True) + figures)
+        print(f"written to {out}", file=sys.stderr)
 
 
 if __name__ == "__main__":

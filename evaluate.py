@@ -1,4 +1,4 @@
-"""Score checkpoints and reference models, sample from a checkpoint, carry one to and from the Hugging Face format.
+"""Score checkpoints and reference models, sample, and carry checkpoints to and from the Hugging Face format.
 
     score     held-out loss on prepared validation documents; with --suite or --tasks, lm-evaluation-harness's benchmarks
     sample    continue prompts
@@ -9,19 +9,17 @@ Usage:
     python evaluate.py score  out/smoke-binary-s1 out/smoke-learned-s1
     python evaluate.py score  out/paper-binary-s1 --suite=paper --data_dir=DIR
     python evaluate.py score  --hf=HuggingFaceTB/SmolLM2-135M --suite=paper --dtype=bfloat16
-    python evaluate.py sample out/smoke-binary-s1 --prompt='def main():' 'import '
+    python evaluate.py sample out/smoke-binary-s1 --prompt 'def main():' 'import '
     python evaluate.py export out/smoke-binary-s1 DIR
-    torchrun --nproc_per_node=2 evaluate.py score out/paper-binary-s1 --suite=paper
 
-A request is a context and a continuation; its score is the continuation's log-likelihood, and whether greedy decoding would
-give it. The last token is never an input, and what is too long loses its beginning:
+Under torchrun, score spreads the requests over the processes. A request's score is the log-likelihood of its continuation,
+and whether greedy decoding gives it. The last token is never an input; what is too long loses its beginning:
 
-    context c0 c1 c2, continuation a0 a1      input   c0 c1 c2 a0
-                                              scored        a0 a1      predicted at c2 and a0
+    context c0 c1 c2, continuation a0 a1       input   c0 c1 c2 a0
+                                               scored        a0 a1       the logits at c2 and at a0
 
-Requests share what they have in common: equal inputs are run once, and so is a prefix of several inputs, whose keys and
-values every one of its suffixes then attends to. So a question is read once for all its answers, and MMLU's worked examples
-once for all questions of a subject.
+Equal inputs are run once, and so is a prefix that several inputs share: its keys and values serve each of their suffixes. So
+a question is read once for all its answers, and MMLU's worked examples once for all questions of a subject.
 
 A checkpoint is a run directory (its newest checkpoint is taken) or a step-*.pt file, with the run's tokenizer.json beside it.
 score writes heldout-STEP.json, or SUITE-STEP.json for compare.py, beside the checkpoint (out/NAME/ for a reference model).
@@ -31,63 +29,67 @@ import argparse
 import contextlib
 import hashlib
 import json
+import logging
 import math
 import os
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Callable
 
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from lm_eval.api.model import TemplateLM
 from tqdm import tqdm
 
 from codes import binary_codes, recode
-from model import Decoder, ModelConfig, load_model, pick
+from model import Decoder, ModelConfig, load_model
 from prepare import load_tokenizer, open_shards, read_meta, token_bytes, vocab_size, write_whole
 
-# The paper's benchmarks: (tasks, shots). WikiText's windows are the longest rows: memory trouble shows first.
-SUITES = {"paper": [("wikitext hellaswag arc_easy arc_challenge piqa winogrande openbookqa commonsense_qa lambada_openai mmlu", 0),
+# The paper's benchmarks: (tasks, shots). WikiText's windows are the longest inputs: memory trouble shows first.
+SUITES = {"paper": [("wikitext,hellaswag,arc_easy,arc_challenge,piqa,winogrande,openbookqa,commonsense_qa,lambada_openai,mmlu", 0),
                     ("mmlu", 5)]}
-# Where the harness keeps these tasks: indexing all of its 14,000 files takes 5 seconds, these a few hundredths.
-TASK_FOLDERS = {"wikitext": "wikitext", "hellaswag": "hellaswag", "arc_easy": "arc", "arc_challenge": "arc", "piqa": "piqa",
-                "winogrande": "winogrande", "openbookqa": "openbookqa", "commonsense_qa": "commonsense_qa",
-                "lambada_openai": "lambada", "mmlu": "mmlu/default"}
-MAX_LENGTH = 2048        # the paper's, for every model: a longer context would give references longer prompts and windows
-BOOTSTRAP_ITERS = 1000   # the harness's standard error of LAMBADA's perplexity; its default of 100,000 takes half a minute
-GATHER_COST = 4          # a row on a shared prefix costs as if it were this many tokens longer (measured on a CPU)
-CHUNK_BATCHES = 16       # batches between two writes of the finished requests
+# Where the harness keeps them: to index all its 14,000 files takes 5 seconds, these a few hundredths.
+TASK_FOLDERS = {"arc_easy": "arc", "arc_challenge": "arc", "lambada_openai": "lambada", "mmlu": "mmlu/default", **{
+    name: name for name in ("wikitext", "hellaswag", "piqa", "winogrande", "openbookqa", "commonsense_qa")}}
+MAX_LENGTH = 2048       # the paper's, for every model: a longer context would give a reference longer prompts and windows
+BOOTSTRAP_ITERS = 1000  # of the harness, for LAMBADA's perplexity alone; its default of 100,000 takes half a minute
+FEWSHOT_SEED = 1234     # the harness's default
+GATHER_COST = 4         # a row on a shared prefix takes as long as if it were this many tokens longer (measured on a CPU)
+CHUNK_BATCHES = 16      # batches between two writes of the finished requests
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What is scored: a function from ids to logits with a tokenizer, be it a checkpoint of ours or a reference model
+# What is scored: a function from ids to logits and a tokenizer, be it a checkpoint of ours or a reference model
 
 @dataclass
 class Candidate:
     """A model that can be scored.
 
-    forward(idx (B, T), positions=None, mask=None, cache=None, select=(rows, columns)) -> logits (n, V); see Decoder.forward.
-    encode(texts, special): lists of ids; special lets the tokenizer add what it adds to every text (a Llama's BOS).
+    forward(idx (B, T), positions=None, mask=None, cache=None, select=(rows, columns)) -> logits (n, V), as Decoder.forward;
+    encode(texts, special) -> lists of ids; special lets the tokenizer add what it adds to a text (a Llama's BOS).
     """
-    forward: object
-    new_cache: object
-    encode: object
-    decode: object
+    forward: Callable
+    new_cache: Callable
+    encode: Callable
+    decode: Callable
+    generate: Callable  # (prompt ids, max_new_tokens, temperature, top_k, generator=None) -> the ids that follow, one by one
     prefix_id: int      # stands for an empty context
     prefix_reason: str
     n_ids: int          # ids that the tokenizer knows; a head may have more rows
     context: int        # the most positions the model takes
-    facts: dict         # what identifies it: name, step, hashes
-    note: str = ""      # printed and stored with every score
+    facts: dict         # what it is: name, step, hashes
+    note: str = ""      # what to know about its scores
 
 
 def hash_weights(module):
-    """Return the sha256 of a module's state, names and values."""
+    """Return the sha256 of a module's state: names and values."""
     sha256 = hashlib.sha256()
     for name, tensor in sorted(module.state_dict().items()):
         sha256.update(name.encode())
-        sha256.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+        sha256.update(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy())
     return sha256.hexdigest()
 
 
@@ -99,29 +101,30 @@ def open_checkpoint(path, device, dtype):
     """Return the Candidate of a checkpoint of ours. Raises ValueError if its tokenizer has more ids than the model."""
     model, state = load_model(path, device)
     model.to(getattr(torch, dtype))
-    tokenizer_path = run_directory(path) / "tokenizer.json"
+    tokenizer_path, V, eot_id = run_directory(path) / "tokenizer.json", model.config.vocab_size, state["eot_id"]
     tokenizer = load_tokenizer(tokenizer_path)
-    if (n_ids := vocab_size(tokenizer)) > model.config.vocab_size:
-        raise ValueError(f"{tokenizer_path}: {n_ids:,} ids, but the model of {path} has {model.config.vocab_size:,}")
+    if (n_ids := vocab_size(tokenizer)) > V:
+        raise ValueError(f"{tokenizer_path}: {n_ids:,} ids, but the model of {path} has {V:,}")
     codebook = getattr(model.model.embed_tokens, "codebook", None)
-    zero = codebook is not None and not codebook[state["eot_id"]].any()
+    note = ""
+    if codebook is not None and not codebook[eot_id].any():  # the paper, "Method": hidden states and logits are exactly 0
+        note = f"its code is all zero, so the first token after it costs exactly ln V = {math.log(V):.4f} nats, whatever it is"
     return Candidate(
         lambda idx, **options: model(idx, **options)[0], model.new_cache,
-        lambda texts, special: [e.ids for e in tokenizer.encode_batch_fast(texts, add_special_tokens=False)],
-        lambda ids: tokenizer.decode(ids), state["eot_id"], "the end-of-text token that separates documents in training",
-        n_ids, model.config.block_size,
+        lambda texts, special: [e.ids for e in tokenizer.encode_batch_fast(texts, add_special_tokens=False)], tokenizer.decode,
+        lambda ids, new, temperature, top_k, generator=None: model.generate(
+            torch.tensor([ids], device=device), new, temperature, top_k, eot_id, generator, n_ids),
+        eot_id, "the end-of-text token that separates documents in training", n_ids, model.config.block_size,
         {"name": str(path), "step": state["step"], "data": state["data"], "model_config": state["model_config"],
-         "weights_sha256": hash_weights(model), "tokenizer_sha256": hashlib.sha256(tokenizer_path.read_bytes()).hexdigest()},
-        f"the code of id {state['eot_id']} is all zero, so the first token after an empty context costs exactly ln V = "
-        f"{math.log(model.config.vocab_size):.4f} nats" if zero else "")
+         "weights_sha256": hash_weights(model), "tokenizer_sha256": hashlib.sha256(tokenizer_path.read_bytes()).hexdigest()}, note)
 
 
 def open_reference(name, device, dtype):
-    """Return the Candidate of a Hugging Face model, a hub name or a local folder; it needs the transformers package."""
+    """Return the Candidate of a Hugging Face model, by hub name or local folder. Raises ValueError where it cannot be had."""
     try:
         from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
     except ImportError:
-        raise ValueError("--hf needs the transformers package; pip install transformers") from None
+        raise ValueError(f"--hf={name} needs the transformers package; pip install transformers safetensors") from None
     tokenizer = AutoTokenizer.from_pretrained(name)
     model = AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, dtype)).to(device).eval()
 
@@ -136,23 +139,30 @@ def open_reference(name, device, dtype):
             cache[:] = [{"k": layer.keys, "v": layer.values} for layer in past.layers]
         return logits[select[0], where]
 
-    prefix_id = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    def generate(ids, new, temperature, top_k, generator=None):
+        idx = torch.tensor([ids], device=device)
+        options = {"temperature": temperature, "top_k": top_k} if temperature else {}
+        return model.generate(idx, max_new_tokens=new, do_sample=temperature > 0, pad_token_id=0, **options)[0, len(ids):].tolist()
+
     return Candidate(
         forward, list, lambda texts, special: tokenizer(texts, add_special_tokens=special)["input_ids"],
-        lambda ids: tokenizer.decode(ids, skip_special_tokens=True), prefix_id, "the tokenizer's bos, else eos, token",
+        lambda ids: tokenizer.decode(ids, skip_special_tokens=True), generate,
+        tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id, "its tokenizer's bos, else eos, token",
         len(tokenizer), model.config.max_position_embeddings,
-        {"name": name, "step": None, "weights_sha256": hash_weights(model),
+        {"name": str(name), "step": None, "weights_sha256": hash_weights(model),
          "tokenizer_sha256": hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()})
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Scoring
 
-def share_prefixes(rows):
-    """Cut sorted rows into groups that have a prefix run once: the cut that saves the most tokens.
+def share_prefixes(rows, limits):
+    """Cut sorted rows into groups whose common prefix is run once. Rows that begin alike are one group, or the groups of those
+    among them that begin alike further, whichever saves more tokens.
 
     Args:
         rows: int32 arrays, all different, in an order that keeps equal beginnings together.
+        limits: how much of each row, from its start, may be in a prefix.
     Returns: (prefix length, first row, last row + 1) of each group; length 0 for a row on its own.
 
         a b c d          -> (3, 0, 3)      the prefix a b c, then d, e f and g
@@ -164,11 +174,11 @@ def share_prefixes(rows):
     for end in range(1, len(rows) + 1):
         common = -1
         if end < len(rows):
-            n = min(len(rows[end - 1]), len(rows[end]))
+            n = min(limits[end - 1], limits[end])
             differ = np.flatnonzero(rows[end - 1][:n] != rows[end][:n])
             common = int(differ[0]) if differ.size else n
         start, saved, groups = end - 1, 0, [(0, end - 1, end)]
-        while stack and stack[-1][0] > common:  # these intervals end here: one group, or the groups inside them
+        while stack and stack[-1][0] > common:  # these intervals end here: each is one group, or the groups inside it
             length, start, inside, members = stack.pop()
             saved, groups = inside + saved, members + groups
             if (whole := (end - start - 1) * length - (end - start) * GATHER_COST) > saved:
@@ -182,7 +192,7 @@ def share_prefixes(rows):
 
 
 def count_tokens(group):
-    """Return the tokens that a (prefix length, rows with what is scored on them) group costs."""
+    """Return the tokens that a group costs: (prefix length, [(row, what is scored on it), ...])."""
     length, members = group
     return length + sum(len(row) - length for row, _ in members)
 
@@ -192,25 +202,23 @@ class HarnessLM(TemplateLM):
 
     Args:
         max_length: T, the most positions of an input; None takes the smaller of MAX_LENGTH and the candidate's own.
-        batch_tokens: positions, keys included, that are run at a time; halved where memory does not suffice.
+        batch_tokens: positions, cached ones included, to run at a time; halved where memory does not suffice.
         share: run common prefixes once. Without it every distinct input is a row of its own; the scores are the same.
-        cache: path of a file of finished requests to continue from and add to, or None.
-    Under torchrun each process scores a part of the requests, and all return all scores.
+        cache: finished requests are kept in files of this name (.0 for process 0), and taken from them; None keeps none.
     """
 
     def __init__(self, candidate, device="cpu", max_length=None, batch_tokens=8192, share=True, cache=None):
         super().__init__()
-        self.candidate, self._device = candidate, torch.device(device)
+        self.candidate, self._device, self.batch_tokens, self.share = candidate, torch.device(device), batch_tokens, share
         self.max_length = min(MAX_LENGTH, candidate.context) if max_length is None else max_length
         if not 1 <= self.max_length <= candidate.context:
             raise ValueError(f"--max_length={max_length}: {candidate.facts['name']} takes 1 to {candidate.context} positions")
-        self.batch_tokens, self.share = batch_tokens, share
-        self.audit = {}     # task -> what its requests were
+        self.audit = {}     # task -> its requests: how many, how many cut, their hashes
         self.finished = {}  # digest of (input, targets) -> (log-likelihood, is greedy)
         self.part, self.parts = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self.file = None
         if cache is not None:
-            for path in sorted(Path(cache).parent.glob(Path(cache).name + ".*")):
+            for path in sorted(Path(cache).parent.glob(f"{Path(cache).name}.*")):
                 for line in path.read_text().splitlines():
                     if len(fields := line.split()) == 3:  # a killed run may leave half a line
                         self.finished[fields[0]] = (float(fields[1]), fields[2] == "1")
@@ -225,79 +233,94 @@ class HarnessLM(TemplateLM):
         return self.candidate.encode([string], add_special_tokens is not False)[0]
 
     def encode_all(self, texts, special=True):
-        """Return {text: int32 ids}; a benchmark repeats each context, and a batch is encoded on all cores."""
+        """Return {text: int32 ids}: each distinct text encoded once, in batches that use all cores."""
         texts = list(dict.fromkeys(texts))
         return {text: np.array(ids, np.int32) for at in range(0, len(texts), 1024)
                 for text, ids in zip(texts[at:at + 1024], self.candidate.encode(texts[at:at + 1024], special))}
 
     def encode_pairs(self, pairs):
-        """Return [(context ids, continuation ids), ...] of (context, continuation) strings, as TemplateLM encodes one.
+        """Return [(context ids, continuation ids), ...] of (context, continuation) texts, as TemplateLM encodes one.
 
-        Spaces at a context's end go to the continuation; its ids are what the joint text has beyond the context's. Where
+        Spaces that end a context go to the continuation, whose ids are what the joint text has beyond the context's. Where
         that is nothing (one token spans the join) it is encoded on its own. The prefix token stands for an empty context.
         """
         moved = [(kept := context.rstrip(), context[len(kept):] + continuation) for context, continuation in pairs]
-        joint = self.encode_all([text for context, continuation in moved if context for text in (context, context + continuation)])
-        alone = self.encode_all([continuation for context, continuation in moved], special=False)
-        encoded = []
-        for context, continuation in moved:
-            prefix, rest = np.array([self.prefix_token_id], np.int32), alone[continuation]
+        joint = self.encode_all(text for context, rest in moved if context for text in (context, context + rest))
+        alone = self.encode_all((rest for _, rest in moved), special=False)
+        encoded, prefix = [], np.array([self.prefix_token_id], np.int32)
+        for context, rest in moved:
+            ids = alone[rest]
             if context:
-                prefix = joint[context]
-                beyond = joint[context + continuation][len(prefix):]
-                rest = beyond if len(beyond) else rest
-            elif len(rest) and rest[0] == prefix[0]:
-                rest = rest[1:]
-            encoded.append((prefix, rest))
+                beyond = joint[context + rest][len(joint[context]):]
+                encoded.append((joint[context], beyond if len(beyond) else ids))
+            else:
+                encoded.append((prefix, ids[1:] if ids[:1] == prefix else ids))
         return encoded
 
-    def note(self, request, context, continuation, ids):
-        """Enter a request in the audit of its task: its text, its ids, and whether it loses its beginning."""
+    def note(self, request, texts, ids):
+        """Enter a request in the audit of its task: its texts, its ids, and whether it loses its beginning."""
         entry = self.audit.setdefault(request.task_name, {"n_requests": 0, "n_truncated": 0, "prompts": [], "tokens": []})
         entry["n_requests"] += 1
-        entry["n_truncated"] += sum(map(len, ids)) > self.max_length + 1 and request.request_type != "loglikelihood_rolling"
-        entry["prompts"].append(hashlib.sha256(json.dumps([request.doc_id, context, continuation]).encode()).hexdigest())
-        entry["tokens"].append(hashlib.sha256(json.dumps([request.doc_id, *(part.tolist() for part in ids)]).encode()).hexdigest())
+        if request.request_type != "loglikelihood_rolling":  # a page is not cut but read in windows
+            entry["n_truncated"] += sum(map(len, ids)) > self.max_length + 1
+        for key, parts in (("prompts", texts), ("tokens", [part.tolist() for part in ids])):
+            entry[key].append(hashlib.sha256(json.dumps([request.doc_id, *parts]).encode()).hexdigest())
 
     def loglikelihood(self, requests, disable_tqdm=False):
         pairs = self.encode_pairs([request.args for request in requests])
         for request, pair in zip(requests, pairs):
-            self.note(request, *request.args, pair)
+            self.note(request, request.args, pair)
         return self.score(pairs)
 
     def loglikelihood_rolling(self, requests, disable_tqdm=False):
-        encoded = self.encode_all([request.args[0] for request in requests], special=False)
+        encoded = self.encode_all((request.args[0] for request in requests), special=False)
         pairs = [(np.array([self.prefix_token_id], np.int32), encoded[request.args[0]]) for request in requests]
         for request, pair in zip(requests, pairs):
-            self.note(request, "", request.args[0], pair)
+            self.note(request, ("", *request.args), pair)
         return [nats for nats, _ in self.score(pairs)]
 
     def _loglikelihood_tokens(self, requests, **_):
         return self.score([(np.array(context, np.int32), np.array(ids, np.int32)) for _, context, ids in requests])
 
-    def cut(self, context, continuation):
-        """Yield the (input, targets) pieces of a request, int32 arrays. Only a continuation of more than T tokens (a WikiText
-        page) has several; each token is scored once, from the prefix or in windows that follow each other:
+    def generate_until(self, requests, disable_tqdm=False):
+        """Return the text that continues each (context, generation arguments) request, up to its first stop sequence."""
+        from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
+        texts = []
+        for request in tqdm(requests, unit=" requests", disable=None):
+            prompt = np.array(self.tok_encode(request.args[0]) or [self.prefix_token_id], np.int32)
+            self.note(request, request.args, [prompt])
+            options = normalize_gen_kwargs(request.args[1])
+            stops = handle_stop_sequences(options.get("until"), eos=None)
+            new, ids, text = min(options["max_gen_toks"], self.max_length - 1), [], ""
+            for i in self.candidate.generate(prompt[-(self.max_length - new):].tolist(), new, options.get("temperature", 0.0),
+                                             options.get("top_k")):
+                ids.append(i)
+                text = self.candidate.decode(ids)
+                if any(stop in text for stop in stops):
+                    break
+            texts.append(postprocess_generated_text(text, stops, None))
+        return texts
 
-            prefix p, page t0 .. t6, T = 3     input  p  t0 t1    t2 t3 t4    t3 t4 t5
-                                               scored t0 t1 t2    t3 t4 t5          t6
+    def cut(self, context, continuation):
+        """Yield the (input, targets) pieces of a request. Only a continuation of more than T tokens (a WikiText page) has
+        several: windows that score each token once, the last of them full too, as the harness's rolling windows do.
+
+            context p, page t0 .. t6, T = 3        input   p  t0 t1    t2 t3 t4    t3 t4 t5
+                                                   scored  t0 t1 t2    t3 t4 t5          t6
         """
         T, n = self.max_length, len(continuation)
         ids = np.concatenate((context, continuation))
-        if n <= T:
-            yield ids[-(T + 1):-1], continuation
-            return
         for start in range(0, n, T):
             end = min(start + T, n)
             at = len(context) + end - 1
-            yield ids[at - T:at], continuation[start:end]
+            yield ids[max(at - T, 0):at], continuation[start:end]
 
     def score(self, pairs):
-        """Return [(log-likelihood in nats, is greedy), ...] of (context, continuation) int32 arrays; (0.0, True) for an empty
+        """Return [(log-likelihood in nats, is greedy), ...] of (context, continuation) int32 ids; (0.0, True) for an empty
         continuation."""
         scores, todo, owners = [(0.0, True)] * len(pairs), {}, []
         for i, pair in enumerate(pairs):
-            for row, targets in self.cut(*pair) if len(pair[1]) else ():
+            for row, targets in self.cut(*pair):
                 row, targets = row.tobytes(), targets.tobytes()
                 key = hashlib.blake2b(row + b"|" + targets, digest_size=16).hexdigest()
                 owners.append((i, key))
@@ -310,169 +333,108 @@ class HarnessLM(TemplateLM):
         return scores
 
     def run(self, todo):
-        """Score {key: (row, targets)}, int32 bytes, into self.finished."""
-        keys, scored = list(todo), {}  # row -> the (number, targets) that are scored on it
-        for number, key in enumerate(keys):
-            scored.setdefault(todo[key][0], []).append((number, np.frombuffer(todo[key][1], np.int32)))
-        order = sorted(scored)
-        rows = [np.frombuffer(row, np.int32) for row in order]
-        cuts = share_prefixes(rows) if self.share else [(0, i, i + 1) for i in range(len(rows))]
-        groups = [(length, [(rows[i], scored[order[i]]) for i in range(start, end)]) for length, start, end in cuts]
-        # Rows on their own come first and the longest of all first, so that memory trouble shows at once.
+        """Score {key: (row, targets)}, int32 as bytes, into self.finished: in parts, each of the groups that have their prefixes
+        in one batch."""
+        scored = {}  # row -> [(key, targets), ...] to score at its end
+        for key, (row, targets) in todo.items():
+            scored.setdefault(row, []).append((key, np.frombuffer(targets, np.int32)))
+        rows = [(np.frombuffer(row, np.int32), scored[row]) for row in sorted(scored)]
+        # A prefix ends before the first scored logits, so that only suffixes need any.
+        limits = [len(row) - max(len(targets) for _, targets in pieces) for row, pieces in rows]
+        cuts = share_prefixes([row for row, _ in rows], limits) if self.share else [(0, i, i + 1) for i in range(len(rows))]
+        groups = [(length, rows[start:end]) for length, start, end in cuts]
+        # Rows on their own first, and the longest of them: memory trouble shows at once. Then prefixes of alike lengths.
         groups.sort(key=lambda group: (group[0] > 0, -group[0], -len(group[1][0][0])))
         groups = groups[self.part::self.parts]
-        self.nats, self.greedy = np.zeros(len(keys)), np.ones(len(keys), bool)
         bar = tqdm(total=sum(map(count_tokens, groups)), unit=" tokens", unit_scale=True, disable=self.part > 0 or None)
         while groups:
-            n = self.take(groups)
-            numbers = [number for _, members in groups[:n] for _, pieces in members for number, _ in pieces]
-            self.nats[numbers], self.greedy[numbers] = 0, True
+            longest, n, tokens = groups[0][0], 0, 0
+            while n < len(groups) and (not n or (groups[n][0] > 0) == (longest > 0) and (n + 1) * longest <= self.batch_tokens
+                                       and tokens <= CHUNK_BATCHES * self.batch_tokens):
+                tokens += count_tokens(groups[n])
+                n += 1
             try:
-                self.run_groups(groups[:n])
+                found = self.run_groups(groups[:n])
             except RuntimeError as error:
-                if not isinstance(error, torch.OutOfMemoryError) and "not enough memory" not in str(error) or self.batch_tokens < 2:
+                if self.batch_tokens < 2 or not (isinstance(error, torch.OutOfMemoryError) or "not enough memory" in str(error)):
                     raise
                 self.batch_tokens //= 2
-                print(f"out of memory: continuing with --batch_tokens={self.batch_tokens}", file=sys.stderr)
-                torch.cuda.empty_cache()
+                print(f"out of memory; continuing with --batch_tokens={self.batch_tokens}", file=sys.stderr)
                 continue
-            found = {keys[i]: (float(self.nats[i]), bool(self.greedy[i])) for i in numbers}
             self.finished |= found
             if self.file:
                 self.file.writelines(f"{key} {nats!r} {greedy:d}\n" for key, (nats, greedy) in found.items())
                 self.file.flush()
-            bar.update(sum(map(count_tokens, groups[:n])))
+            bar.update(tokens)
             groups = groups[n:]
         bar.close()
         if self.parts > 1:
             parts = [None] * self.parts
-            dist.all_gather_object(parts, {key: self.finished[key] for key in keys if key in self.finished})
+            dist.all_gather_object(parts, {key: self.finished[key] for key in todo if key in self.finished})
             for part in parts:
                 self.finished |= part
 
-    def take(self, groups):
-        """Return how many of the first groups to run together: their prefixes fit one batch."""
-        n = tokens = 0
-        for group in groups:
-            tokens += count_tokens(group)
-            if n and (bool(group[0]) != bool(groups[0][0]) or (n + 1) * groups[0][0] > self.batch_tokens
-                      or tokens > CHUNK_BATCHES * self.batch_tokens):
-                break
-            n += 1
-        return n
-
+    @torch.inference_mode()
     def run_groups(self, groups):
-        """Run the prefixes of groups as one batch, then their suffixes on the prefixes' keys and values."""
-        cache = None
+        """Run the prefixes of groups as one batch, then their suffixes on the prefixes' keys and values.
+
+        Returns {key: (log-likelihood, is greedy)} of all that is scored on their rows.
+        """
+        cache, found = None, {}
         if groups[0][0]:
-            cache = self.candidate.new_cache()
-            wanted = [(g, *piece, len(row), 0, length) for g, (length, members) in enumerate(groups)
-                      for row, pieces in members for piece in pieces]
-            self.forward([members[0][0][:length] for length, members in groups], wanted, cache)
-        suffixes = sorted(((g, length, row, pieces) for g, (length, members) in enumerate(groups)
-                           for row, pieces in members if len(row) > length), key=lambda s: s[1] - len(s[2]))
+            cache, none = self.candidate.new_cache(), torch.empty(0, dtype=torch.int64, device=self.device)
+            self.candidate.forward(self.pad([members[0][0][:length] for length, members in groups]), cache=cache, select=(none, none))
+        suffixes = sorted(((g, length, row[length:], pieces) for g, (length, members) in enumerate(groups) for row, pieces in members),
+                          key=lambda suffix: -len(suffix[2]))
         while suffixes:
-            n, past, longest = 0, 0, len(suffixes[0][2]) - suffixes[0][1]
-            for _, length, _, _ in suffixes:
-                if n and (n + 1) * (max(past, length) + longest) > self.batch_tokens:
-                    break
-                n, past = n + 1, max(past, length)
+            n, past, T = 0, 0, len(suffixes[0][2])
+            while n < len(suffixes) and (not n or (n + 1) * (max(past, suffixes[n][1]) + T) <= self.batch_tokens):
+                past = max(past, suffixes[n][1])
+                n += 1
             batch, suffixes = suffixes[:n], suffixes[n:]
-            wanted = [(b, *piece, len(row), length, len(row)) for b, (_, length, row, pieces) in enumerate(batch) for piece in pieces]
-            expanded, lengths = None, None
-            if cache is not None:
-                places = [g for g, _, _, _ in batch]
-                # Suffixes of one prefix look at the same keys, which need no copy.
+            options = {}
+            if cache:
+                places = [g for g, *_ in batch]
+                # Where all rows are on one prefix, they look at the same keys, and nothing is copied.
                 expanded = [{name: t[places[:1], :, :past].expand(n, -1, -1, -1) if len(set(places)) == 1 else t[places, :, :past]
                              for name, t in layer.items()} for layer in cache]
-                lengths = torch.tensor([length for _, length, _, _ in batch], device=self.device)
-            self.forward([row[length:] for _, length, row, _ in batch], wanted, expanded, lengths)
+                own = torch.tensor([length for _, length, *_ in batch], device=self.device)[:, None]
+                steps, keys = torch.arange(T, device=self.device), torch.arange(past + T, device=self.device)
+                seen = (keys < own[..., None]) | ((keys >= past) & (keys - past <= steps[:, None]))  # (B, T, past + T)
+                options = {"cache": expanded, "positions": own + steps, "mask": seen[:, None]}
+            found |= self.score_rows([row for *_, row, _ in batch], [pieces for *_, pieces in batch], options)
+        return found
 
-    @torch.inference_mode()
-    def forward(self, rows, wanted, cache=None, lengths=None):
-        """Run rows (padded on the right, which a causal model never sees) and add up what is wanted of them.
-
-        Args:
-            wanted: (row, number, targets, input length, first, last): the targets, at the end of an input, that are predicted
-                at its positions first .. last - 1, which rows holds.
-            lengths: int64 (B,): how many of the cached positions each row continues.
-        """
+    def pad(self, rows):
+        """Return rows as int64 (B, T), padded on the right, where a causal model does not look."""
         idx = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.int64)
         for b, row in enumerate(rows):
             idx[b, :len(row)] = torch.tensor(row)
-        places, targets, numbers = [], [], []
-        for b, number, ids, n, first, last in wanted:
-            start = max(n - len(ids), first)
-            if start < last:
-                places.append(b * idx.size(1) + np.arange(start, last) - first)
-                targets.append(ids[start - n + len(ids):last - n + len(ids)])
-                numbers.append(np.full(last - start, number))
-        places, index = np.unique(np.concatenate(places or [np.empty(0, np.int64)]), return_inverse=True)
-        options = {}
-        if lengths is not None:
-            past, steps = cache[0]["k"].size(2), torch.arange(idx.size(1), device=self.device)
-            keys = torch.arange(past + idx.size(1), device=self.device)
-            seen = (keys < lengths[:, None, None]) | ((keys >= past) & (keys - past <= steps[:, None]))
-            options = {"positions": lengths[:, None] + steps, "mask": seen[:, None]}  # (B, T), (B, 1, T, past + T)
+        return idx.to(self.device)
+
+    def score_rows(self, rows, scored, options):
+        """Run rows as one batch; return {key: (log-likelihood, is greedy)} of the (key, targets) at the end of each."""
+        idx, found = self.pad(rows), {}
+        pieces = [(b * idx.size(1) + len(row) - len(targets), key, targets)
+                  for b, (row, pieces) in enumerate(zip(rows, scored)) for key, targets in pieces]
+        wanted = np.concatenate([np.arange(at, at + len(targets)) for at, _, targets in pieces])
+        places, index = np.unique(wanted, return_inverse=True)  # the answers to one question begin at one place
         select = tuple(torch.from_numpy(part).to(self.device) for part in np.divmod(places, idx.size(1)))
-        logits = self.candidate.forward(idx.to(self.device), cache=cache, select=select, **options)
-        if not numbers:
-            return
-        targets = torch.from_numpy(np.concatenate(targets)).long().to(self.device)
-        index, numbers = torch.from_numpy(index).to(self.device), np.concatenate(numbers)
-        best, total = [], []
-        for part in logits.split(1024):  # float32 a part at a time: of 8192 x 49,152 logits it would be 1.6 GB
-            best.append(part.argmax(-1))
-            total.append(part.float().logsumexp(-1))
-        nats = logits[index, targets].float() - torch.cat(total)[index]
-        np.add.at(self.nats, numbers, nats.double().cpu().numpy())
-        np.logical_and.at(self.greedy, numbers, (torch.cat(best)[index] == targets).cpu().numpy())
-
-    def generate_until(self, requests, disable_tqdm=False):
-        """Return the text that continues each (context, generation arguments) request, up to its first stop sequence."""
-        from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
-        texts, groups = [None] * len(requests), {}
-        encoded = self.encode_all([request.args[0] for request in requests])
-        for i, request in enumerate(requests):
-            self.note(request, request.args[0], request.args[1], (encoded[request.args[0]],))
-            groups.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(i)
-        for arguments, members in groups.items():
-            options = normalize_gen_kwargs(json.loads(arguments), 256)
-            stops = handle_stop_sequences(options.get("until"), eos=None)
-            new = min(options["max_gen_toks"], self.max_length - 1)
-            members.sort(key=lambda i: -len(encoded[requests[i].args[0]]))
-            for at in range(0, len(members), n := max(1, self.batch_tokens // self.max_length)):
-                batch = members[at:at + n]
-                prompts = [encoded[requests[i].args[0]][-(self.max_length - new):] for i in batch]
-                prompts = [p if len(p) else np.array([self.prefix_token_id], np.int32) for p in prompts]
-                for i, ids in zip(batch, self.generate(prompts, new, stops, options["temperature"], options.get("top_k"))):
-                    texts[i] = postprocess_generated_text(self.candidate.decode(ids), stops, None)
-        return texts
-
-    @torch.inference_mode()
-    def generate(self, prompts, max_new_tokens, stops, temperature=0.0, top_k=None):
-        """Return the ids that continue each prompt, up to the end-of-text token or a stop sequence in their text."""
-        lengths = torch.tensor([len(p) for p in prompts], device=self.device)
-        idx = torch.zeros(len(prompts), int(lengths.max()), dtype=torch.int64)
-        for b, prompt in enumerate(prompts):
-            idx[b, :len(prompt)] = torch.from_numpy(prompt)
-        cache, every = self.candidate.new_cache(), torch.arange(len(prompts), device=self.device)
-        logits = self.candidate.forward(idx.to(self.device), cache=cache, select=(every, lengths - 1))
-        continued, done = [[] for _ in prompts], [False] * len(prompts)
-        for step in range(max_new_tokens):
-            new = pick(logits[:, :self.candidate.n_ids].float(), temperature, top_k, None)
-            for b, i in enumerate(new[:, 0].tolist()):
-                if not done[b]:
-                    done[b] = i == self.eot_token_id
-                    continued[b] += [] if done[b] else [i]
-                    done[b] = done[b] or any(stop in self.candidate.decode(continued[b]) for stop in stops)
-            if all(done) or step == max_new_tokens - 1:
-                break
-            keys = torch.arange(idx.size(1) + step + 1, device=self.device)
-            seen = (keys < lengths[:, None]) | (keys >= idx.size(1))
-            logits = self.candidate.forward(new, positions=lengths[:, None] + step, mask=seen[:, None, None], cache=cache,
-                                            select=(every, torch.zeros_like(every)))
-        return continued
+        logits = self.candidate.forward(idx, select=select, **options)
+        targets = torch.from_numpy(np.concatenate([targets for *_, targets in pieces]).astype(np.int64)).to(self.device)
+        index = torch.from_numpy(index).to(self.device)
+        nats = torch.empty(len(index), device=self.device)
+        # In float32, also of a bfloat16 model; a part at a time, as 8192 x 49,152 float32 logits would be 1.6 GB. As the harness
+        # does it: on a CPU log_softmax is 8e-6 nats a token off the exact value, and a sum over a page would show another formula.
+        for at in range(0, len(places), 1024):
+            here = (index >= at) & (index < at + 1024)
+            nats[here] = F.log_softmax(logits[at:at + 1024].float(), dim=-1)[index[here] - at, targets[here]]
+        nats, greedy = nats.double().cpu().numpy(), (logits.argmax(-1)[index] == targets).cpu().numpy()
+        at = 0
+        for _, key, targets in pieces:
+            found[key] = (float(nats[at:at + len(targets)].sum()), bool(greedy[at:at + len(targets)].all()))
+            at += len(targets)
+        return found
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -526,334 +488,302 @@ def score_heldout(lm, data_dir):
 # ----------------------------------------------------------------------------------------------------------------------
 # Benchmarks
 
-def load_tasks(names, data_dir=None, include_path=None):
-    """Return the harness's own task and group objects of names.
+def load_tasks(names, num_fewshot=None, data_dir=None, include_path=None):
+    """Return the harness's own tasks, {"tasks": {name: Task}, "groups": {name: Group}, ...}.
 
     Args:
-        data_dir: a folder of hub-shaped copies (ORG/NAME/*.jsonl and a README.md that names the configurations), which the
-            data sets are taken from by their own names; None takes the hub, or its cache where HF_HUB_OFFLINE=1 is set.
+        data_dir: a folder of hub-shaped copies (ORG/NAME/*.jsonl with a README.md that names the configurations), in which the
+            data sets are found by their own names; None takes the hub, or its cache where HF_HUB_OFFLINE=1 is set.
         include_path: a folder of further task YAML files.
-    Raises ValueError for an unknown task, FileNotFoundError for one whose data are not to be had.
+    Raises ValueError for an unknown task, FileNotFoundError for one whose data cannot be had.
     """
     if data_dir is not None:
-        if not Path(data_dir).is_dir():
-            raise FileNotFoundError(f"--data_dir={data_dir}: no such directory")
-        os.environ["HF_HUB_OFFLINE"] = "1"  # a set that is not there is missing; nothing waits for a network
-    import lm_eval.tasks
-    root = Path(lm_eval.tasks.__file__).parent
-    known = set(names) <= set(TASK_FOLDERS)
-    folders = sorted({str(root / TASK_FOLDERS[name]) for name in names}) if known else []
-    manager = lm_eval.tasks.TaskManager(include_defaults=not known and not include_path,
-                                        include_path=folders + ([str(Path(include_path).resolve())] if include_path else []))
-    if not known and include_path and set(names) - set(manager.all_tasks):
-        manager = lm_eval.tasks.TaskManager(include_path=str(Path(include_path).resolve()))
-    tasks = []
+        os.environ["HF_HUB_OFFLINE"] = "1"  # what is not there is missing; nothing waits for a network
+    from lm_eval.tasks import TaskManager, __file__ as tasks_file
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    own = [str(Path(include_path).resolve())] if include_path else []
+    manager = TaskManager(include_defaults=False, include_path=own + [
+        str(Path(tasks_file).parent / TASK_FOLDERS[name]) for name in names if name in TASK_FOLDERS])
+    if not set(names) <= set(manager.all_tasks):
+        manager = TaskManager(include_path=own)
+    loaded = {"tasks": {}, "groups": {}, "group_map": {}}
     for name in names:
         if name not in manager.all_tasks:
             raise ValueError(f"--tasks: no task {name!r}; lm-eval ls tasks lists the harness's, --include_path=DIR adds others")
         try:
             with contextlib.chdir(data_dir or "."):
-                loaded = manager._load_spec(name)
+                for kind, found in manager.load([name]).items():
+                    loaded[kind] |= found
         except (OSError, KeyError, ValueError, ImportError) as error:
-            raise FileNotFoundError(f"{name}: its data set cannot be loaded ({' '.join(str(error).split())[:200]}); "
-                                    "give --data_dir=DIR with a copy at DIR/ORG/NAME") from None
-        tasks += loaded if isinstance(loaded, list) else [loaded]  # a tag is a list of tasks
-    return tasks
+            raise FileNotFoundError(f"{name}: its data set cannot be loaded ({' '.join(str(error).split())[:160]}); give --data_dir=DIR "
+                                    "with a copy of it in DIR/ORG/NAME") from None
+    for name, task in loaded["tasks"].items():
+        if num_fewshot is not None and task.get_config("num_fewshot") != 0:  # as in simple_evaluate: 0 in a task's file is meant
+            task.set_config("num_fewshot", num_fewshot)
+        if shots := task.get_config("num_fewshot"):
+            if (n := len(list(task.fewshot_docs()))) < shots:
+                raise ValueError(f"{name}: {shots} examples are asked for, but it has {n}; give --num_fewshot={n} or fewer")
+        else:
+            task.set_config("num_fewshot", 0)
+        task.set_fewshot_seed(FEWSHOT_SEED)
+    return loaded
 
 
-def gold_choice(task, doc, n_choices):
-    """Return the index of a multiple-choice document's right answer, or None where there is not exactly one."""
-    if task.OUTPUT_TYPE != "multiple_choice":
-        return 0 if n_choices == 1 else None
-    gold = task.doc_to_text(doc) if task.multiple_input else task.doc_to_target(doc)
-    gold = task.doc_to_choice(doc).index(gold) if isinstance(gold, str) and gold in task.doc_to_choice(doc) else gold
-    return gold if isinstance(gold, int) and 0 <= gold < n_choices else None
+def right_answer(task, sample):
+    """Return the log-likelihood of a document's right answer, None where the task is not of that kind."""
+    if task.OUTPUT_TYPE == "generate_until":
+        return None
+    gold, responses = 0, sample["filtered_resps"]
+    if task.OUTPUT_TYPE == "multiple_choice":
+        gold = task.doc_to_text(sample["doc"]) if task.multiple_input else task.doc_to_target(sample["doc"])
+        gold = task.doc_to_choice(sample["doc"]).index(gold) if isinstance(gold, str) else gold
+    if not isinstance(gold, int) or not 0 <= gold < len(responses):
+        return None
+    return responses[gold] if task.OUTPUT_TYPE == "loglikelihood_rolling" else responses[gold][0]
 
 
-def run_tasks(lm, tasks, num_fewshot=None, limit=None):
-    """Run task objects; return (tasks, groups): for each name its metrics as the harness defines them, with the audit and each
-    document's scores.
+def run_tasks(lm, loaded, limit=None):
+    """Run loaded tasks; return ({task: entry}, {group: entry}) of plain values.
 
-    A task's entry: metrics, version, num_fewshot, n_docs, n_requests, n_truncated, prompts_sha256 (over the sorted hashes
-    of all (document, context, continuation)), tokens_sha256 (the same over ids), docs: {doc_id, gold, responses, METRIC...}.
+    A task's entry has its metrics as the harness defines them, version, num_fewshot, n_docs, n_requests, n_truncated,
+    prompts_sha256 (over the sorted hashes of every (document, context, continuation)), tokens_sha256 (the same over ids), and
+    docs: {doc_id, responses, loglikelihood (of the right answer), each metric}, lists over documents.
     """
-    import lm_eval
-    from lm_eval.api.group import Group
-    os.environ.setdefault("DISABLE_MULTIPROC", "1")  # it would fork a process that holds a model, to bootstrap for 5 seconds
-    leaves = {t.task_name: t for task in tasks for t in (task.get_all_tasks() if isinstance(task, Group) else [task])}
+    from lm_eval.evaluator import evaluate
+    os.environ.setdefault("DISABLE_MULTIPROC", "1")  # the harness would fork this process, model and all, for a bootstrap
     lm.audit.clear()
     with contextlib.redirect_stdout(sys.stderr):
-        local_rank = os.environ.pop("LOCAL_RANK", None)  # every rank needs the result, to stay in step
-        try:
-            results = lm_eval.simple_evaluate(lm, tasks=tasks, num_fewshot=num_fewshot, limit=limit, bootstrap_iters=BOOTSTRAP_ITERS)
-        except ValueError as error:
-            if "sample" not in str(error).lower():
-                raise
-            raise ValueError(f"--num_fewshot={num_fewshot}: a task has fewer examples than that ({error})") from None
-        finally:
-            if local_rank is not None:
-                os.environ["LOCAL_RANK"] = local_rank
-
-    def metrics(values):
-        return {key.removesuffix(",none"): value for key, value in values.items() if "," in key}
-
-    entries = {}
-    for name, task in leaves.items():
-        samples = results["samples"][name]
-        samples = [s for s in samples if s["filter"] == samples[0]["filter"]]
-        names = samples[0]["metrics"]
+        results = evaluate(lm, loaded, limit=limit, bootstrap_iters=BOOTSTRAP_ITERS)
+    metrics = {name: {key.removesuffix(",none"): value for key, value in values.items() if "," in key}
+               for name, values in results["results"].items()}
+    tasks = {}
+    for name, task in loaded["tasks"].items():
+        samples = [s for s in results["samples"][name] if s["filter"] == results["samples"][name][0]["filter"]]
         audit = lm.audit[name]
-        digest = {key: hashlib.sha256("".join(sorted(audit[key])).encode()).hexdigest() for key in ("prompts", "tokens")}
-        entries[name] = {
-            "metrics": metrics(results["results"][name]), "version": results["versions"].get(name),
-            "num_fewshot": results["n-shot"][name], "n_docs": len(samples), "n_requests": audit["n_requests"],
-            "n_truncated": audit["n_truncated"], "prompts_sha256": digest["prompts"], "tokens_sha256": digest["tokens"],
-            "docs": {"doc_id": [s["doc_id"] for s in samples],
-                     "gold": [gold_choice(task, s["doc"], len(s["filtered_resps"])) for s in samples],
-                     "responses": [s["filtered_resps"] for s in samples], **{key: [s[key] for s in samples] for key in names}}}
-    groups = {group.name: {"metrics": metrics(results["results"][group.name]),
-                           "tasks": [t.task_name for t in group.get_all_tasks()], "top": group in tasks}
-              for task in tasks if isinstance(task, Group) for group in [task, *task.get_all_groups()]
-              if group.name in results["results"]}
-    return entries, groups
+        tasks[name] = {
+            "metrics": metrics[name], "version": results["versions"].get(name), "num_fewshot": results["n-shot"][name], "n_docs": len(samples),
+            **{key: audit[key] for key in ("n_requests", "n_truncated")},
+            **{f"{key}_sha256": hashlib.sha256("".join(sorted(audit[key])).encode()).hexdigest() for key in ("prompts", "tokens")},
+            "docs": {"doc_id": [s["doc_id"] for s in samples], "responses": [s["filtered_resps"] for s in samples],
+                     "loglikelihood": [right_answer(task, s) for s in samples],
+                     **{key: [s[key] for s in samples] for key in samples[0]["metrics"]}}}
+    inner = {child for children in loaded["group_map"].values() for child in children}
+    groups = {name: {"metrics": metrics.get(name, {}), "tasks": [task.task_name for task in group.get_all_tasks()], "top": name not in inner}
+              for name, group in loaded["groups"].items()}
+    return tasks, groups
 
 
 def score_suite(lm, plan, args):
-    """Run [(task names, shots), ...]; return the plain values that go into the scores file. A name gets its shots appended where
-    the plan has the same task twice (mmlu and mmlu_5shot)."""
-    import lm_eval
+    """Run [(task names, shots), ...]; return the plain values of the scores file. A task that the plan has again, with other shots,
+    is named after them: mmlu and mmlu_5shot."""
+    from lm_eval import __version__
     c = lm.candidate
-    result = {
-        "model": c.facts,
-        "protocol": {"lm_eval": lm_eval.__version__, "max_length": lm.max_length, "truncation": "left", "dtype": args.dtype,
-                     "prefix_token_id": c.prefix_id, "prefix_token": c.prefix_reason, "note": c.note, "limit": args.limit,
-                     "batch_tokens": lm.batch_tokens, "share": lm.share, "device": str(lm.device), "processes": lm.parts,
-                     "torch": torch.__version__, "bootstrap_iters": BOOTSTRAP_ITERS,
-                     "data": "the hub or its cache" if args.data_dir is None else str(args.data_dir)},
-        "tasks": {}, "groups": {}}
+    result = {"model": c.facts, "protocol": {
+        "lm_eval": __version__, "max_length": lm.max_length, "truncation": "left", "dtype": args.dtype, "limit": args.limit,
+        "prefix_token_id": c.prefix_id, "prefix_token": c.prefix_reason, "note": c.note, "batch_tokens": lm.batch_tokens,
+        "share": lm.share, "device": str(lm.device), "processes": lm.parts, "torch": torch.__version__,
+        "bootstrap_iters": BOOTSTRAP_ITERS, "data": args.data_dir or "the hub or its cache"}, "tasks": {}, "groups": {}}
     for names, shots in plan:
-        entries, groups = run_tasks(lm, load_tasks(names, args.data_dir, args.include_path), shots, args.limit)
-        mark = f"_{shots}shot" if any(name in result["tasks"] for name in entries) else ""
-        result["tasks"] |= {name + mark: entry for name, entry in entries.items()}
+        tasks, groups = run_tasks(lm, load_tasks(names.split(","), shots, args.data_dir, args.include_path), args.limit)
+        mark = f"_{shots}shot" if set(tasks) & set(result["tasks"]) else ""
+        result["tasks"] |= {name + mark: entry for name, entry in tasks.items()}
         result["groups"] |= {name + mark: entry | {"tasks": [task + mark for task in entry["tasks"]]} for name, entry in groups.items()}
+    result["protocol"]["batch_tokens"] = lm.batch_tokens
     return result
 
 
 def print_suite(result):
-    """Print the protocol and a line for each task that stands alone and each top group."""
-    p = result["protocol"]
-    print(f"\n{result['model']['name']}  weights {result['model']['weights_sha256'][:12]}  tokenizer {result['model']['tokenizer_sha256'][:12]}")
-    print(f"  lm-eval {p['lm_eval']}, max_length {p['max_length']}, truncated on the {p['truncation']}, {p['dtype']}, up to "
-          f"{p['batch_tokens']:,} tokens a batch" + (f", the first {p['limit']} documents" if p["limit"] else ""))
-    print(f"  an empty context is id {p['prefix_token_id']}, {p['prefix_token']}" + (f"; {p['note']}" if p["note"] else ""))
-    print(f"{'task':18} {'shots':>5} {'documents':>9} {'requests':>9} {'truncated':>9}   {'prompts':12}  metrics")
+    """Print the protocol, and a line for each task that stands alone and each group that is in no other."""
+    m, p = result["model"], result["protocol"]
+    print(f"\n{m['name']}  weights {m['weights_sha256'][:12]}  tokenizer {m['tokenizer_sha256'][:12]}\n"
+          f"  lm-eval {p['lm_eval']}, max_length {p['max_length']}, cut on the {p['truncation']}, {p['dtype']}, {p['batch_tokens']:,} tokens "
+          f"a batch, data: {p['data']}" + (f", the first {p['limit']} documents of a task" if p["limit"] else "") +
+          f"\n  an empty context is id {p['prefix_token_id']}, {p['prefix_token']}" + (f"; {p['note']}" if p["note"] else ""))
+    print(f"{'task':18} {'version':>7} {'shots':>5} {'documents':>9} {'requests':>9} {'truncated':>9}  metrics")
     grouped = {task for group in result["groups"].values() for task in group["tasks"]}
-    rows = [(name, [name]) for name in result["tasks"] if name not in grouped]
-    rows += [(name, group["tasks"]) for name, group in result["groups"].items() if group["top"]]
-    for name, members in rows:
-        tasks = [result["tasks"][task] for task in members]
-        metrics = (result["groups"].get(name) or tasks[0])["metrics"]
-        total = [sum(task[key] for task in tasks) for key in ("n_docs", "n_requests", "n_truncated")]
-        prompts = tasks[0]["prompts_sha256"] if len(tasks) == 1 else hashlib.sha256(
-            "".join(task["prompts_sha256"] for task in tasks).encode()).hexdigest()
-        line = "  ".join(f"{key} {value:.4f}" + (f" +-{error:.4f}" if isinstance(error := metrics.get(key + "_stderr"), float) else "")
-                         for key, value in metrics.items() if isinstance(value, float) and not key.endswith("_stderr"))
-        print(f"{name:18} {tasks[0]['num_fewshot']:5} {total[0]:9,} {total[1]:9,} {total[2]:9,}   {prompts[:12]}  {line}")
+    rows = [(name, [entry], entry) for name, entry in result["tasks"].items() if name not in grouped]
+    rows += [(name, [result["tasks"][task] for task in group["tasks"]], group) for name, group in result["groups"].items() if group["top"]]
+    for name, tasks, entry in rows:
+        docs, requests, cut = (sum(task[key] for task in tasks) for key in ("n_docs", "n_requests", "n_truncated"))
+        print(f"{name:18} {tasks[0]['version']!s:>7} {tasks[0]['num_fewshot']:5} {docs:9,} {requests:9,} {cut:9,}  " + "  ".join(
+            f"{key} {value:.4f}" + (f" +-{error:.4f}" if isinstance(error := entry["metrics"].get(f"{key}_stderr"), float) else "")
+            for key, value in entry["metrics"].items() if isinstance(value, float) and not key.endswith("_stderr")))
 
 
 def command_score(args):
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
-        dist.init_process_group("gloo")  # only results are exchanged
-        if args.device.startswith("cuda"):
-            args.device = f"cuda:{os.environ['LOCAL_RANK']}"
-    plan = [(names.split(), shots) for names, shots in SUITES[args.suite]] if args.suite else [(args.tasks.split(","), args.num_fewshot)] if args.tasks else None
-    if plan is None:
-        print(f"{'model':40} {'step':>8} {'loss (nats)':>18} {'perplexity':>11} {'bits/byte':>9} {'documents':>9} {'targets':>11}")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        dist.init_process_group("gloo")  # only finished scores are exchanged
+        args.device = f"cuda:{os.environ['LOCAL_RANK']}" if args.device == "cuda" else args.device
+    silent = dist.is_initialized() and dist.get_rank() > 0
+    plan = SUITES[args.suite] if args.suite else [(args.tasks, args.num_fewshot)] if args.tasks else None
     for path, opened in [(path, open_checkpoint) for path in args.checkpoints] + [(name, open_reference) for name in args.hf]:
         candidate = opened(path, args.device, args.dtype)
-        run = run_directory(path) if opened is open_checkpoint else Path("out") / Path(path).name
-        run.mkdir(parents=True, exist_ok=True)
-        step = "" if candidate.facts["step"] is None else f"-{candidate.facts['step']:08d}"
-        main_rank = not dist.is_initialized() or dist.get_rank() == 0
-        if plan is None:
-            lm = HarnessLM(candidate, args.device, args.max_length, args.batch_tokens, not args.no_share)
-            data_dir = args.data or candidate.facts.get("data")
+        step, out = candidate.facts["step"], run_directory(path) if opened is open_checkpoint else Path("out") / Path(path).name
+        suffix = ".json" if step is None else f"-{step:08d}.json"
+        out.mkdir(parents=True, exist_ok=True)
+        # What the scores depend on beside the inputs is in the name: another model's are never taken for this one's.
+        identity = f"{candidate.facts['weights_sha256']} {args.dtype} {args.no_share}"
+        cache = out / f".finished-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
+        lm = HarnessLM(candidate, args.device, args.max_length, args.batch_tokens, not args.no_share, cache)
+        if plan:
+            target = out / ((args.suite or args.tasks.replace(",", "+") + (f"_{args.num_fewshot}shot" if args.num_fewshot else ""))
+                            + (f"_limit{args.limit}" if args.limit else "") + suffix)
+            result = score_suite(lm, plan, args)
+        else:
+            target, data_dir = out / f"heldout{suffix}", args.data or candidate.facts.get("data")
             if not data_dir:
-                raise ValueError(f"{path}: no data directory is known; give --data=DIR")
+                raise ValueError(f"{path}: it does not say what data it was trained on; give --data=DIR")
             if (n_ids := read_meta(data_dir)["tokenizer"]["vocab_size"]) != candidate.n_ids:
-                raise ValueError(f"{path}: its tokenizer has {candidate.n_ids} ids, but {data_dir} has {n_ids}; give --data=DIR")
-            result = {"checkpoint": str(path), "step": candidate.facts["step"], "data": str(data_dir), "dtype": args.dtype,
-                      **score_heldout(lm, data_dir)}
-            if main_rank:
-                write_whole(run / f"heldout{step}.json", json.dumps(result).encode())
-                print(f"{str(path):40} {step[1:]:>8} {result['loss']:10.4f} +-{result['loss_stderr']:.4f} {result['perplexity']:11.3f} "
-                      f"{result['bits_per_byte']:9.4f} {len(result['documents']):9,} {sum(d['targets'] for d in result['documents']):11,}")
+                raise ValueError(f"{path}: vocab_size {candidate.n_ids}, but {data_dir} has {n_ids}; give --data=DIR")
+            result = {"checkpoint": str(path), "step": step, "data": str(data_dir), "dtype": args.dtype, **score_heldout(lm, data_dir)}
+        if silent:
             continue
-        label = args.suite or args.tasks.replace(",", "+") + (f"_{args.num_fewshot}shot" if args.num_fewshot else "")
-        target = run / f"{label}{f'-limit{args.limit}' if args.limit else ''}{step}.json"
-        fingerprint = hashlib.sha256(f"{candidate.facts['weights_sha256']} {args.dtype} {args.no_share}".encode()).hexdigest()
-        finished = run / f".finished-{fingerprint[:16]}"
-        lm = HarnessLM(candidate, args.device, args.max_length, args.batch_tokens, not args.no_share, finished)
-        result = score_suite(lm, plan, args)
-        if main_rank:
-            write_whole(target, json.dumps(result, default=str).encode())
-            for left in run.glob(finished.name + ".*"):
-                left.unlink()
+        write_whole(target, json.dumps(result, default=str).encode())  # before anything is printed: hours may be in it
+        for left in out.glob(f"{cache.name}.*"):
+            left.unlink()
+        if plan:
             print_suite(result)
-            print(f"written to {target}")
+        else:
+            print(f"{path}: step {step}  loss {result['loss']:.4f} +-{result['loss_stderr']:.4f} nats  perplexity {result['perplexity']:.3f}  "
+                  f"{result['bits_per_byte']:.4f} bits/byte  {len(result['documents']):,} documents, "
+                  f"{sum(d['targets'] for d in result['documents']):,} targets")
+        print(f"written to {target}")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Sampling
 
 def command_sample(args):
-    model, state = load_model(args.checkpoint, args.device)
-    tokenizer = load_tokenizer(run_directory(args.checkpoint) / "tokenizer.json")
-    prompts = [tokenizer.encode(prompt, add_special_tokens=False).ids for prompt in args.prompt]
-    if not all(prompts):
-        raise ValueError("--prompt is empty; give it a text to continue")
-    for prompt in prompts:
+    candidate = open_checkpoint(args.checkpoint, args.device, "float32")
+    for prompt in args.prompt:
+        if not (ids := candidate.encode([prompt], False)[0]):
+            raise ValueError("--prompt is empty; give it a text to continue")
         for i in range(args.num_samples):
             generator = torch.Generator(args.device).manual_seed(args.seed + i)
-            ids, shown = list(prompt), tokenizer.decode(prompt)
-            print(shown, end="", flush=True)
-            stream = model.generate(torch.tensor([prompt], device=args.device), args.max_new_tokens, args.temperature, args.top_k,
-                                    state["eot_id"], generator, vocab_size(tokenizer))
-            for new in stream:
-                ids.append(new)
-                text = tokenizer.decode(ids)
-                if not text.endswith("\ufffd"):  # half a character: wait for its other bytes
+            told, shown = list(ids), ""
+            for new in candidate.generate(ids, args.max_new_tokens, args.temperature, args.top_k, generator):
+                told.append(new)
+                text = candidate.decode(told)
+                if not text.endswith("\ufffd"):  # half a character waits for its other bytes
                     print(text[len(shown):], end="", flush=True)
                     shown = text
-            print(tokenizer.decode(ids)[len(shown):])
-            print("-" * 80)
+            print(candidate.decode(told)[len(shown):] + "\n" + "-" * 80)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# To and from the Hugging Face format
+# To and from the Hugging Face format. Our parameters have a Llama's names and layout, so only the input table needs work
 
 CARD = """# {name}
 
-A Llama-style decoder trained with nanobit, {step:,} updates; input interface: {input}.
+A Llama-style decoder language model: {step:,} updates, input interface `{input}`.
 
 {about}
 """
-FIXED = """`model.embed_tokens.weight` is fixed, not trained: row t is the {n_bits}-bit little-endian binary code of id t{recoding},
-repeated {n_tile} times (0..{last}, 0..{last}, ...). Keep it frozen when training further. `nanobit` in config.json holds what it is made of."""
+FIXED = """Its input table is fixed, not trained. Row t of `model.embed_tokens.weight` is the {n_bits}-bit little-endian binary code of the
+id t{recoding}, repeated {n_tile} times. `nanobit` in config.json holds what it is made of. Keep it frozen in further training."""
 
 
 def export_checkpoint(path, out, dtype="float32"):
-    """Write a checkpoint as a Hugging Face Llama folder; raises FileExistsError if it is there already."""
+    """Write a checkpoint as a Hugging Face Llama folder. Raises FileExistsError if out is there already."""
     from safetensors.torch import save_file
     if Path(out).exists():
         raise FileExistsError(f"{out} exists; name a directory that does not")
     model, state = load_model(path)
-    c = model.config
+    c, table, eot_id = model.config, model.model.embed_tokens, state["eot_id"]
     weights = {name: tensor for name, tensor in model.state_dict().items() if "embed_tokens" not in name}
-    table = model.model.embed_tokens
-    weights["model.embed_tokens.weight"] = table.weight if c.input == "learned" else table.codebook.repeat(1, table.n_tile)
-    nanobit = {"input": c.input, "step": state["step"]}
-    about = "Its input table is trained."
-    if c.input != "learned":
-        nanobit |= {"n_bits": c.n_bits, "lift": "tile", "n_tile": table.n_tile}
-        if c.input == "gf2":
-            nanobit |= {"code_seed": c.code_seed, "code_offset": c.code_offset,
-                        "matrix": table.matrix.tolist(), "offset": table.offset.tolist()}
-        about = FIXED.format(n_bits=c.n_bits, n_tile=table.n_tile, last=c.n_bits - 1,
-                             recoding=", multiplied by the matrix A over GF(2), plus b" if c.input == "gf2" else "")
-    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": c.vocab_size, "hidden_size": c.n_embd,
-              "intermediate_size": c.n_ffn, "num_hidden_layers": c.n_layer, "num_attention_heads": c.n_head,
-              "num_key_value_heads": c.n_head, "head_dim": c.n_embd // c.n_head, "hidden_act": "silu", "rms_norm_eps": c.norm_eps,
-              "rope_theta": c.rope_theta, "max_position_embeddings": c.block_size, "tie_word_embeddings": False,
-              "attention_bias": False, "mlp_bias": False, "bos_token_id": state["eot_id"], "eos_token_id": state["eot_id"],
-              "torch_dtype": dtype, "nanobit": nanobit}
+    nanobit, about = {"input": c.input, "step": state["step"]}, "Its input table is trained."
+    if c.input == "learned":
+        weights["model.embed_tokens.weight"] = table.weight
+    else:
+        weights["model.embed_tokens.weight"] = table.codebook.repeat(1, table.n_tile)
+        nanobit |= {"n_bits": c.n_bits, "lift": "tile", "n_tile": table.n_tile, "code_seed": c.code_seed, "code_offset": c.code_offset,
+                    **{name: getattr(table, name).tolist() for name in ("matrix", "offset") if hasattr(table, name)}}
+        about = FIXED.format(recoding=", recoded by A c + b over GF(2)" if "matrix" in nanobit else "", **nanobit)
     tokenizer_path = run_directory(path) / "tokenizer.json"
-    eot = load_tokenizer(tokenizer_path).id_to_token(state["eot_id"])
+    eot = load_tokenizer(tokenizer_path).id_to_token(eot_id)
+    files = {
+        "config": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": c.vocab_size, "hidden_size": c.n_embd,
+                   "intermediate_size": c.n_ffn, "num_hidden_layers": c.n_layer, "num_attention_heads": c.n_head,
+                   "num_key_value_heads": c.n_head, "head_dim": c.n_embd // c.n_head, "hidden_act": "silu", "rms_norm_eps": c.norm_eps,
+                   "rope_theta": c.rope_theta, "max_position_embeddings": c.block_size, "tie_word_embeddings": False,
+                   "attention_bias": False, "mlp_bias": False, "bos_token_id": eot_id, "eos_token_id": eot_id, "torch_dtype": dtype,
+                   "nanobit": nanobit},
+        "generation_config": {"bos_token_id": eot_id, "eos_token_id": eot_id},
+        "tokenizer_config": {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": eot, "eos_token": eot,
+                             "model_max_length": c.block_size, "clean_up_tokenization_spaces": False}}
     aside = Path(f"{out}.tmp")
-    aside.mkdir(parents=True)
+    aside.mkdir(parents=True, exist_ok=True)
     save_file({name: w.detach().to(getattr(torch, dtype)).contiguous() for name, w in weights.items()},
               aside / "model.safetensors", metadata={"format": "pt"})
-    for name, content in (("config", config), ("generation_config", {"bos_token_id": state["eot_id"], "eos_token_id": state["eot_id"]}),
-                          ("tokenizer_config", {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": eot, "eos_token": eot,
-                                                "model_max_length": c.block_size, "clean_up_tokenization_spaces": False})):
-        (aside / f"{name}.json").write_text(json.dumps(config if name == "config" else content, indent=1))
+    for name, content in files.items():
+        (aside / f"{name}.json").write_text(json.dumps(content, indent=1))
     (aside / "tokenizer.json").write_bytes(tokenizer_path.read_bytes())
-    (aside / "README.md").write_text(CARD.format(name=Path(out).name, step=state["step"], input=c.input, about=about))
+    (aside / "README.md").write_text(CARD.format(name=Path(out).name, about=about, **nanobit))
     aside.rename(out)
 
 
-def import_folder(folder, out):
-    """Write a Hugging Face Llama folder as a checkpoint in the run directory out; return the path.
-
-    A model of ours keeps its interface; any other Llama becomes a learned one, shared key/value heads and a tied table
-    copied out, which changes no logit. Raises ValueError for a model that the decoder does not cover, or whose input matrix
-    is not the code that its config.json claims.
-    """
-    from safetensors.torch import load_file
+def read_llama_config(folder):
+    """Return (ModelConfig, config.json as a dict) of a Hugging Face Llama folder. Raises ValueError for one that the decoder does not
+    cover."""
     hf = json.loads((Path(folder) / "config.json").read_text())
     rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    wrong = [f"{key}={hf.get(key)}" for key, allowed in {
-        "model_type": ("llama",), "hidden_act": ("silu",), "attention_bias": (None, False), "mlp_bias": (None, False),
-        "head_dim": (None, hf["hidden_size"] // hf["num_attention_heads"])}.items() if hf.get(key) not in allowed]
-    if rope.get("rope_type", rope.get("type", "default")) != "default":
-        wrong.append(f"rope_type={rope.get('rope_type', rope.get('type'))}")
-    if wrong:
-        raise ValueError(f"{folder}: {', '.join(wrong)} in config.json; expected a plain Llama without biases")
-    nanobit = hf.get("nanobit", {"input": "learned", "step": 0})
-    config = ModelConfig(
-        input=nanobit["input"], vocab_size=hf["vocab_size"], block_size=hf["max_position_embeddings"], n_layer=hf["num_hidden_layers"],
-        n_head=hf["num_attention_heads"], n_embd=hf["hidden_size"], n_ffn=hf["intermediate_size"], norm_eps=hf["rms_norm_eps"],
-        rope_theta=float(rope.get("rope_theta") or hf.get("rope_theta", 10_000.0)),
-        **{key: nanobit[key] for key in ("code_seed", "code_offset") if key in nanobit})
-    weights = {}
+    found = {"model_type": hf.get("model_type"), "hidden_act": hf.get("hidden_act"), "attention_bias": hf.get("attention_bias") or False,
+             "mlp_bias": hf.get("mlp_bias") or False, "rope_type": rope.get("rope_type", rope.get("type", "default"))}
+    expected = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "rope_type": "default"}
+    if wrong := [f"{key} {found[key]} (expected {expected[key]})" for key in found if found[key] != expected[key]]:
+        raise ValueError(f"{folder}/config.json: {', '.join(wrong)}")
+    nanobit = hf.get("nanobit", {"input": "learned"})
+    return ModelConfig(
+        vocab_size=hf["vocab_size"], block_size=hf["max_position_embeddings"], n_layer=hf["num_hidden_layers"], n_ffn=hf["intermediate_size"],
+        n_head=hf["num_attention_heads"], n_embd=hf["hidden_size"], norm_eps=hf["rms_norm_eps"],
+        rope_theta=float(rope.get("rope_theta") or hf.get("rope_theta") or 10_000),
+        **{key: nanobit[key] for key in ("input", "code_seed", "code_offset") if key in nanobit}), hf
+
+
+def import_folder(folder, out):
+    """Write a Hugging Face Llama folder as a checkpoint in the run directory out; return its path.
+
+    A model of ours keeps its interface. Any other Llama becomes a learned one, its shared key/value heads and a tied table written
+    out, which changes no logit. Raises ValueError for an input matrix that is not the code that config.json claims.
+    """
+    from safetensors.torch import load_file
+    config, hf = read_llama_config(folder)
+    C, nanobit, weights = config.n_embd, hf.get("nanobit", {}), {}
     for file in sorted(Path(folder).glob("*.safetensors")):
         weights |= {name: w.float() for name, w in load_file(file).items()}
-    if "model.embed_tokens.weight" not in weights:
-        raise FileNotFoundError(f"{folder}: no weights (*.safetensors) here")
-    groups = config.n_head // hf.get("num_key_value_heads", config.n_head)
+    if (table := weights.pop("model.embed_tokens.weight", None)) is None:
+        raise FileNotFoundError(f"{folder}: no *.safetensors with model.embed_tokens.weight here")
+    weights.setdefault("lm_head.weight", table)
     for name in weights:
-        if name.endswith(("k_proj.weight", "v_proj.weight")):  # query heads i * groups .. use key/value head i
-            head_dim = config.n_embd // config.n_head
-            weights[name] = weights[name].view(-1, head_dim, config.n_embd).repeat_interleave(groups, 0).reshape(config.n_embd, -1)
-    weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"])
-    if config.input != "learned":
+        if name.endswith(("k_proj.weight", "v_proj.weight")):  # one of them serves this many query heads in a row
+            heads = weights[name].view(-1, C // config.n_head, C)
+            weights[name] = heads.repeat_interleave(config.n_head // len(heads), 0).view(C, C)
+    if config.input == "learned":
+        weights["model.embed_tokens.weight"] = table
+    else:
+        recoding = {name: np.array(nanobit[name], np.uint8) for name in ("matrix", "offset") if name in nanobit}
         codes = binary_codes(config.vocab_size)
-        if config.input == "gf2":
-            recoding = {name: np.array(nanobit[name], np.uint8) for name in ("matrix", "offset")}
-            codes = recode(codes, *recoding.values())
-            weights |= {f"model.embed_tokens.{name}": torch.from_numpy(array) for name, array in recoding.items()}
-        codes = torch.from_numpy(codes)
-        if not torch.equal(weights.pop("model.embed_tokens.weight"), codes.repeat(1, config.n_embd // config.n_bits).float()):
-            raise ValueError(f"{folder}: model.embed_tokens.weight is not the {config.input} code that config.json claims; "
-                             "was it trained? Remove nanobit from config.json to import it as a learned table")
-        weights["model.embed_tokens.codebook"] = codes
+        codes = recode(codes, **recoding) if recoding else codes
+        weights |= {f"model.embed_tokens.{name}": torch.from_numpy(array) for name, array in {"codebook": codes, **recoding}.items()}
+        if not torch.equal(table, torch.from_numpy(codes).float().repeat(1, C // config.n_bits)):
+            raise ValueError(f"{folder}: model.embed_tokens.weight is not the {config.input} code that config.json claims; take nanobit "
+                             "out of config.json to import it as a learned table")
     try:
         with torch.device("meta"):
             Decoder(config).load_state_dict(weights, assign=True)
     except RuntimeError as error:
         raise ValueError(f"{folder}: {' '.join(str(error).split())}") from None
-    tokenizer_path = Path(folder) / "tokenizer.json"
-    eot = hf["eos_token_id"] if hf.get("bos_token_id") is None else hf["bos_token_id"]
+    tokenizer_path, path = Path(folder) / "tokenizer.json", Path(out) / f"step-{nanobit.get('step', 0):08d}.pt"
     load_tokenizer(tokenizer_path)
-    path = Path(out) / f"step-{nanobit['step']:08d}.pt"
     if path.exists():
         raise FileExistsError(f"{path} exists; name another run directory")
     path.parent.mkdir(parents=True, exist_ok=True)
-    (path.parent / "tokenizer.json").write_bytes(tokenizer_path.read_bytes())
-    aside = path.with_suffix(".tmp")
-    torch.save({"step": nanobit["step"], "model": weights, "model_config": asdict(config), "data": "", "eot_id": eot,
-                "tokenizer_sha256": hashlib.sha256(tokenizer_path.read_bytes()).hexdigest()}, aside)
-    aside.rename(path)
+    write_whole(path.parent / "tokenizer.json", tokenizer_path.read_bytes())
+    torch.save({"step": nanobit.get("step", 0), "model": weights, "model_config": asdict(config), "data": "",
+                "eot_id": hf["eos_token_id"] if hf.get("bos_token_id") is None else hf["bos_token_id"],
+                "tokenizer_sha256": hashlib.sha256(tokenizer_path.read_bytes()).hexdigest()}, path.with_suffix(".tmp"))
+    path.with_suffix(".tmp").rename(path)
     return path
-
-
-def command_export(args):
-    export_checkpoint(args.checkpoint, args.out, args.dtype)
-    print(f"written to {args.out}; transformers.AutoModelForCausalLM.from_pretrained({args.out!r}) loads it")
-
-
-def command_import(args):
-    print(f"written to {import_folder(args.folder, args.out)}")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -862,53 +792,49 @@ def parse_args():
     parser = argparse.ArgumentParser(description=__doc__, usage=argparse.SUPPRESS, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda[:N] (default: %(default)s)")
 
-    score = commands.add_parser("score", parents=[common], allow_abbrev=False, help="held-out loss, or benchmarks")
-    score.add_argument("checkpoints", nargs="*", metavar="CHECKPOINT", help="run directory or step-*.pt file")
-    score.add_argument("--hf", action="append", default=[], metavar="NAME", help="score a Hugging Face model, hub name or folder, too")
+    def command(name, help, run, *positional):
+        sub = commands.add_parser(name, allow_abbrev=False, help=help)
+        sub.set_defaults(run=run)
+        for argument, metavar, nargs in positional:
+            sub.add_argument(argument, metavar=metavar, nargs=nargs)
+        return sub
+
+    cuda, dtypes = torch.cuda.is_available(), ("float32", "bfloat16")
+    score = command("score", "held-out loss, or benchmarks", command_score, ("checkpoints", "CHECKPOINT", "*"))
+    score.add_argument("--hf", action="append", default=[], metavar="NAME", help="score a Hugging Face model too: hub name or folder")
     score.add_argument("--data", help="held-out: prepared data directory (default: the one the run was trained on)")
-    score.add_argument("--suite", choices=SUITES, help="benchmarks: the paper's ten tasks, MMLU also with five shots")
+    score.add_argument("--suite", choices=SUITES, help="benchmarks: the paper's ten tasks, MMLU also with five examples")
     score.add_argument("--tasks", help="benchmarks: the harness's names, separated by commas")
-    score.add_argument("--num_fewshot", type=int, help="worked examples with --tasks (default: the task's own)")
+    score.add_argument("--num_fewshot", type=int, help="worked examples with --tasks (default: the task's own number)")
     score.add_argument("--limit", type=int, help="the first documents of each task only")
-    score.add_argument("--data_dir", metavar="DIR", help="hub-shaped local copies of the data sets (default: the hub and its cache)")
+    score.add_argument("--data_dir", metavar="DIR", help="hub-shaped copies of the benchmarks' data (default: the hub and its cache)")
     score.add_argument("--include_path", metavar="DIR", help="further task YAML files")
     score.add_argument("--max_length", type=int, help=f"positions (default: the smaller of {MAX_LENGTH} and the model's own)")
-    score.add_argument("--batch_tokens", type=int, help="positions at a time, halved if too many (default: 8192, on a GPU 65536)")
-    score.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights and compute (default: %(default)s)")
-    score.add_argument("--no_share", action="store_true", help="run every distinct input whole, sharing no prefixes")
-    score.set_defaults(run=command_score)
-
-    sample = commands.add_parser("sample", parents=[common], allow_abbrev=False, help="continue prompts")
-    sample.add_argument("checkpoint", metavar="CHECKPOINT", help="run directory or step-*.pt file")
+    score.add_argument("--batch_tokens", type=int, default=65_536 if cuda else 8192, help="positions at a time, halved where memory "
+                       "does not suffice (default: %(default)s)")
+    score.add_argument("--no_share", action="store_true", help="run every distinct input whole, sharing no prefix")
+    sample = command("sample", "continue prompts", command_sample, ("checkpoint", "CHECKPOINT", None))
     sample.add_argument("--prompt", nargs="+", default=["def main():\n"], help="texts to continue")
     sample.add_argument("--num_samples", type=int, default=1, help="continuations of each prompt (default: %(default)s)")
     sample.add_argument("--max_new_tokens", type=int, default=200, help="tokens a continuation (default: %(default)s)")
     sample.add_argument("--temperature", type=float, default=0.8, help="0 takes the most probable (default: %(default)s)")
     sample.add_argument("--top_k", type=int, default=50, help="sample among the k most probable (default: %(default)s)")
-    sample.add_argument("--seed", type=int, default=1, help="of the first sample; the next take the next (default: %(default)s)")
-    sample.set_defaults(run=command_sample)
-
-    export = commands.add_parser("export", allow_abbrev=False, help="write a Hugging Face Llama folder")
-    export.add_argument("checkpoint", metavar="CHECKPOINT", help="run directory or step-*.pt file")
-    export.add_argument("out", metavar="DIR", help="folder to write")
-    export.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights (default: %(default)s)")
-    export.set_defaults(run=command_export)
-
-    imports = commands.add_parser("import", allow_abbrev=False, help="make a checkpoint of a Hugging Face Llama folder")
-    imports.add_argument("folder", metavar="DIR", help="folder with config.json, *.safetensors and tokenizer.json")
-    imports.add_argument("out", metavar="RUN", help="run directory to write")
-    imports.set_defaults(run=command_import)
-
+    sample.add_argument("--seed", type=int, default=1, help="of the first continuation, then counted up (default: %(default)s)")
+    export = command("export", "write a Hugging Face Llama folder", lambda args: export_checkpoint(args.checkpoint, args.out, args.dtype),
+                     ("checkpoint", "CHECKPOINT", None), ("out", "DIR", None))
+    command("import", "make a checkpoint of a Hugging Face Llama folder", lambda args: print(f"written to {import_folder(args.folder, args.out)}"),
+            ("folder", "DIR", None), ("out", "RUN", None))
+    for sub in (score, sample):
+        sub.add_argument("--device", default="cuda" if cuda else "cpu", help="cpu or cuda[:N] (default: %(default)s)")
+    for sub in (score, export):
+        sub.add_argument("--dtype", choices=dtypes, default="float32", help="of the weights, and what is computed with them (default: %(default)s)")
     args = parser.parse_args()
     if args.run is command_score:
         if not args.checkpoints and not args.hf:
             parser.error("nothing to score: name a CHECKPOINT or --hf=NAME")
         if args.suite and (args.tasks or args.num_fewshot is not None):
-            parser.error("--suite has its own tasks and shots; drop --tasks and --num_fewshot, or --suite")
-        args.batch_tokens = args.batch_tokens or (65_536 if args.device.startswith("cuda") else 8192)
+            parser.error("--suite has its own tasks and examples; leave --tasks and --num_fewshot out, or --suite")
     return args
 
 
