@@ -2,6 +2,7 @@
 
     score     held-out loss on prepared validation documents; with --suite or --tasks, lm-evaluation-harness's benchmarks
     sample    continue prompts
+    probe     what can be read from the residual stream at each depth, and what each block does for the loss
     export    a checkpoint as a Hugging Face Llama folder
     import    such a folder as a checkpoint
 
@@ -10,6 +11,7 @@ Usage:
     python evaluate.py score  out/paper-binary-s1 --suite=paper --data_dir=DIR
     python evaluate.py score  --hf=HuggingFaceTB/SmolLM2-135M --suite=paper --dtype=bfloat16
     python evaluate.py sample out/smoke-binary-s1 --prompt 'def main():' 'import '
+    python evaluate.py probe  out/smoke-binary-s1
     python evaluate.py export out/smoke-binary-s1 DIR
 
 Under torchrun, score spreads the requests over the processes. A request's score is the log-likelihood of its continuation,
@@ -29,10 +31,12 @@ import argparse
 import contextlib
 import hashlib
 import json
+import keyword
 import logging
 import math
 import os
 import sys
+from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Callable
@@ -42,6 +46,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from lm_eval.api.model import TemplateLM
+from scipy.stats import rankdata
 from tqdm import tqdm
 
 from codes import binary_codes, recode
@@ -671,6 +676,151 @@ def command_sample(args):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# Probe: what can be read linearly from the residual stream at each depth, and what each block does for the loss
+
+N_IDENTITIES = 256  # ids that the identity readout chooses between: the most frequent
+RIDGE = 1e-3        # of a feature's variance
+PROPERTIES = {"keyword": lambda text: keyword.iskeyword(text.strip()), "space first": lambda text: text.startswith(" "),
+              "digit": lambda text: text.strip().isdigit()}
+
+
+def full_windows(data_dir, block_size, positions):
+    """Return (ids int64 [N, T + 1], document int64 [N]) of about `positions` targets: validation windows of full length, the first of
+    every document before the second of any. Raises ValueError unless at least four documents have one."""
+    found, rounds = [], Counter()
+    for number, shard in enumerate(open_shards(data_dir, "val")):
+        for document, ids in cut_documents(*shard.map(), block_size):
+            if len(ids) == block_size + 1:
+                found.append((rounds[number, document], number, document, ids))
+                rounds[number, document] += 1
+    if len(rounds) < 4:
+        raise ValueError(f"{data_dir}: {len(rounds)} validation documents have more than {block_size} tokens; a probe needs 4")
+    found = sorted(found, key=lambda window: window[:3])[:max(8, positions // block_size)]
+    return torch.from_numpy(np.stack([ids for *_, ids in found]).astype(np.int64)), np.array([list(rounds).index(window[1:3]) for window in found])
+
+
+@torch.inference_mode()
+def window_losses(model, windows):
+    """Return the loss of each window (N, T + 1), nats per target: float64 [N]. A batch has 16 windows or a few less, never one alone."""
+    losses = []
+    for part in windows.to(model.lm_head.weight.device).tensor_split(-(-len(windows) // 16)):
+        logits = model(part[:, :-1])[0].float()
+        losses.append(F.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten(), reduction="none").view(len(part), -1).double().mean(1))
+    return torch.cat(losses).cpu().numpy()
+
+
+def read_linearly(x, classes, targets, test):
+    """Fit linear readouts of x (N, C) where test (bool, (N,)) is false; return what they say where it is true.
+
+    classes int64 (N,), -1 for none, are read by linear discriminant analysis: the largest of one affine function for each class.
+    targets float64 (N, M) are read by ridge regression. Returns (classes (N_test,), targets (N_test, M)).
+    """
+    fit, known = ~test, ~test & (classes >= 0)
+    std = x[fit].std(0)
+    x = (x - x[fit].mean(0)) / torch.where(std > 0, std, 1)
+    ridge, mean = RIDGE * torch.eye(x.size(1), dtype=x.dtype), targets[fit].mean(0)
+    weights = torch.linalg.solve(x[fit].T @ x[fit] / fit.sum() + ridge, x[fit].T @ (targets[fit] - mean) / fit.sum())
+    n = torch.bincount(classes[known])
+    centres = torch.zeros(len(n), x.size(1), dtype=x.dtype).index_add_(0, classes[known], x[known]) / n[:, None]
+    within = x[known] - centres[classes[known]]
+    directions = torch.linalg.solve(within.T @ within / known.sum() + ridge, centres.T)
+    offsets = (n / n.sum()).log() - (centres * directions.T).sum(1) / 2
+    return (x[test] @ directions + offsets).argmax(1), x[test] @ weights + mean
+
+
+def area_under_roc(scores, truth):
+    """Return how often a true case scores higher than a false one, ties counted half (Mann-Whitney); nan where there is only one kind."""
+    n = int(truth.sum())
+    return float((rankdata(scores)[truth].sum() - n * (n + 1) / 2) / (n * (len(truth) - n))) if 0 < n < len(truth) else math.nan
+
+
+def probe(model, tokenizer, data_dir, positions):
+    """Return, as plain values, what the residual stream tells at each depth (the input, then after each block) and what the loss is
+    without each block.
+
+    Readouts are of the token at the position itself, fitted on every other validation document and scored on the others: identity
+    (share right among the N_IDENTITIES most frequent ids), code and bit (share of positions with all, and of bits, right: of the
+    model's own code if that consists of bits, else of the binary code), keyword, space first and digit (area under the ROC curve),
+    bytes (the length; R^2). A block is skipped, so that it adds nothing to the stream, or swapped: it adds what it would in another window.
+    """
+    windows, documents = full_windows(data_dir, model.config.block_size, positions)
+    streams = [[] for _ in range(model.config.n_layer + 1)]
+    with contextlib.ExitStack() as hooks:
+        for stream, module in zip(streams, [*model.model.layers, model.model.norm]):
+            hooks.enter_context(module.register_forward_pre_hook(lambda _, inputs, stream=stream: stream.append(inputs[0].float().cpu())))
+        losses = window_losses(model, windows)
+
+    V, n_ids, ids = model.config.vocab_size, vocab_size(tokenizer), windows[:, :-1].flatten()
+    test = torch.from_numpy(documents % 2 == 1).repeat_interleave(model.config.block_size)
+    codes = getattr(model.model.embed_tokens, "codebook", None)
+    own = codes is not None and codes.dtype == torch.uint8
+    codes = codes.cpu() if own else torch.from_numpy(binary_codes(V))
+    words = [tokenizer.decode([i]) for i in range(n_ids)]
+    lexical = torch.tensor([*zip(*(map(check, words) for check in PROPERTIES.values()), token_bytes(tokenizer).tolist())])
+    frequent = torch.bincount(ids[~test], minlength=V).argsort(descending=True, stable=True)[:min(N_IDENTITIES, len(ids[~test].unique()))]
+    classes = torch.full((V,), -1).index_put_((frequent,), torch.arange(len(frequent)))[ids]
+    K, targets = codes.size(1), torch.cat((codes[:n_ids], lexical), 1).double()[ids]
+    truth, which = targets[test], classes[test]
+    ones = truth[:, :K].mean(0)
+    result = {"windows": len(windows), "documents": len(set(documents)), "positions_fitted": int((~test).sum()), "positions_scored": len(truth),
+              "identities": len(frequent), "code": "own" if own else "binary", "loss": losses.mean(), "depths": [], "blocks": [],
+              "chance": {"identity": ((which == 0).sum() / (which >= 0).sum()).item(), "code": (ids[test] == frequent[0]).double().mean().item(),
+                         "bit": ones.maximum(1 - ones).mean().item(), **dict.fromkeys(PROPERTIES, 0.5), "bytes": 0.0}}
+    for stream in streams:
+        found, read = read_linearly(torch.cat(stream).flatten(0, 1).double(), classes, targets, test)
+        right = (read[:, :K] > 0.5) == (truth[:, :K] > 0.5)
+        result["depths"].append({
+            "identity": (found == which)[which >= 0].double().mean().item(), "code": right.all(1).double().mean().item(),
+            "bit": right.double().mean().item(),
+            **{name: area_under_roc(read[:, K + i].numpy(), truth[:, K + i].bool().numpy()) for i, name in enumerate(PROPERTIES)},
+            "bytes": 1 - ((read[:, -1] - truth[:, -1]).var(correction=0) / truth[:, -1].var(correction=0)).item()})
+    for block in model.model.layers:
+        result["blocks"].append({})
+        for name, change in (("skipped", lambda _, inputs, output: inputs[0]),
+                             ("swapped", lambda _, inputs, output: inputs[0] + (output - inputs[0]).roll(1, 0))):
+            with block.register_forward_hook(change):
+                result["blocks"][-1][name] = (window_losses(model, windows) - losses).mean()
+    return result
+
+
+def draw_probe(result, path):
+    """Write the probe's figure: readouts against depth, from chance to perfect, and the loss that a change to each block costs."""
+    import matplotlib
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+    plt.style.use("tableau-colorblind10")
+    plt.rcParams.update({"font.size": 9.5, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3})
+    figure, (left, right) = plt.subplots(1, 2, figsize=(8.3, 4), layout="constrained")
+    for (name, chance), marker in zip(result["chance"].items(), "osD^v<>"):
+        left.plot([(depth[name] - chance) / (1 - chance) for depth in result["depths"]], marker=marker, label=name)
+    left.set(xlabel="depth (blocks passed; 0 is the input)", ylabel="linear readout (0: chance, 1: perfect)", xticks=range(len(result["depths"])))
+    for i, name in enumerate(("skipped", "swapped")):
+        right.bar(np.arange(len(result["blocks"])) + 0.8 + 0.4 * i, [block[name] for block in result["blocks"]], 0.4, label=name)
+    right.set(xlabel="block", ylabel=f"increase of the held-out loss of {result['loss']:.3f} (nats)", xticks=range(1, len(result["blocks"]) + 1))
+    right.legend(title="its addition to the stream is", frameon=False)
+    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=7, frameon=False)
+    figure.savefig(path, dpi=200)
+
+
+def command_probe(args):
+    model, state = load_model(args.checkpoint, args.device)
+    run, data_dir = run_directory(args.checkpoint), args.data or state["data"]
+    result = probe(model, load_tokenizer(run / "tokenizer.json"), data_dir, args.positions)
+    path = run / f"probe-{state['step']:08d}.json"
+    write_whole(path, json.dumps({"checkpoint": str(args.checkpoint), "step": state["step"], "data": str(data_dir), **result}).encode())
+    draw_probe(result, path.with_suffix(".png"))
+    print(f"read linearly from the residual stream: fitted at {result['positions_fitted']:,} positions, scored at {result['positions_scored']:,} "
+          f"of other documents\n(identity among {result['identities']} ids; {result['code']} code; keyword, space first, digit: area under ROC; "
+          "bytes: R^2)\n\ndepth  " + "".join(f"{name:>13}" for name in result["chance"]))
+    for depth, values in (("chance", result["chance"]), *enumerate(result["depths"])):
+        print(f"{depth:<7}" + "".join(f"{value:13.4f}" for value in values.values()))
+    print(f"\nheld-out loss of {result['windows']} windows: {result['loss']:.4f} nats per target; more when a block's addition to the stream is")
+    for i, block in enumerate(result["blocks"], 1):
+        print(f"block {i:<4}" + "".join(f"  {name} {increase:+.4f}" for name, increase in block.items()))
+    print(f"written to {path} and {path.with_suffix('.png')}")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # To and from the Hugging Face format. Our parameters have a Llama's names and layout, so only the input table needs work
 
 CARD = """# {name}
@@ -821,11 +971,14 @@ def parse_args():
     sample.add_argument("--temperature", type=float, default=0.8, help="0 takes the most probable (default: %(default)s)")
     sample.add_argument("--top_k", type=int, default=50, help="sample among the k most probable (default: %(default)s)")
     sample.add_argument("--seed", type=int, default=1, help="of the first continuation, then counted up (default: %(default)s)")
+    prober = command("probe", "what each depth holds", command_probe, ("checkpoint", "CHECKPOINT", None))
+    prober.add_argument("--data", help="prepared data directory (default: the one the run was trained on)")
+    prober.add_argument("--positions", type=int, default=32_768, help="held-out positions to look at (default: %(default)s)")
     export = command("export", "write a Hugging Face Llama folder", lambda args: export_checkpoint(args.checkpoint, args.out, args.dtype),
                      ("checkpoint", "CHECKPOINT", None), ("out", "DIR", None))
     command("import", "make a checkpoint of a Hugging Face Llama folder", lambda args: print(f"written to {import_folder(args.folder, args.out)}"),
             ("folder", "DIR", None), ("out", "RUN", None))
-    for sub in (score, sample):
+    for sub in (score, sample, prober):
         sub.add_argument("--device", default="cuda" if cuda else "cpu", help="cpu or cuda[:N] (default: %(default)s)")
     for sub in (score, export):
         sub.add_argument("--dtype", choices=dtypes, default="float32", help="of the weights, and what is computed with them (default: %(default)s)")
