@@ -788,7 +788,7 @@ def draw_probe(result, path):
     import matplotlib
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
-    plt.style.use("tableau-colorblind10")
+    plt.style.use("petroff10")
     plt.rcParams.update({"font.size": 9.5, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3})
     figure, (left, right) = plt.subplots(1, 2, figsize=(8.3, 4), layout="constrained")
     for (name, chance), marker in zip(result["chance"].items(), "osD^v<>"):
@@ -973,7 +973,7 @@ def parse_args():
     sample.add_argument("--seed", type=int, default=1, help="of the first continuation, then counted up (default: %(default)s)")
     prober = command("probe", "what each depth holds", command_probe, ("checkpoint", "CHECKPOINT", None))
     prober.add_argument("--data", help="prepared data directory (default: the one the run was trained on)")
-    prober.add_argument("--positions", type=int, default=32_768, help="held-out positions to look at (default: %(default)s)")
+    prober.add_argument("--positions", type=int, default=16_384, help="held-out positions to look at (default: %(default)s)")
     export = command("export", "write a Hugging Face Llama folder", lambda args: export_checkpoint(args.checkpoint, args.out, args.dtype),
                      ("checkpoint", "CHECKPOINT", None), ("out", "DIR", None))
     command("import", "make a checkpoint of a Hugging Face Llama folder", lambda args: print(f"written to {import_folder(args.folder, args.out)}"),
