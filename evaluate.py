@@ -254,7 +254,7 @@ class HarnessLM(TemplateLM):
                 beyond = joint[context + rest][len(joint[context]):]
                 encoded.append((joint[context], beyond if len(beyond) else ids))
             else:
-                encoded.append((prefix, ids[1:] if ids[:1] == prefix else ids))
+                encoded.append((prefix, ids[1:] if ids[:1].tolist() == [prefix[0]] else ids))
         return encoded
 
     def note(self, request, texts, ids):
