@@ -61,10 +61,10 @@ def name_models(files):
 
 
 def list_rows(scores):
-    """Return {name: (its tasks' names, its metrics)}: each task that stands alone, and each group that is in no other."""
+    """Return {name: (its tasks' names, its metrics)}: each group, and each task in none."""
     grouped = {task for group in scores["groups"].values() for task in group["tasks"]}
     rows = {name: ([name], task["metrics"]) for name, task in scores["tasks"].items() if name not in grouped}
-    return rows | {name: (group["tasks"], group["metrics"]) for name, group in scores["groups"].items() if group["top"]}
+    return rows | {name: (group["tasks"], group["metrics"]) for name, group in scores["groups"].items()}
 
 
 def check_same(files):
@@ -75,14 +75,15 @@ def check_same(files):
         differ = {key: [task for task in shared if first["tasks"][task][key] != other["tasks"][task][key]]
                   for key in ("prompts_sha256", "tokens_sha256", "version", "n_truncated")}
         if tasks := differ["prompts_sha256"]:
-            raise ValueError(f"{other['path']} and {first['path']} did not see the same documents and prompts in {', '.join(tasks[:5])}"
-                             f"{' and others' if len(tasks) > 5 else ''}; score both alike (--limit, --num_fewshot, --data_dir)")
+            listed = ", ".join(tasks[:5]) + (" and others" if len(tasks) > 5 else "")
+            raise ValueError(f"{other['path']} and {first['path']} did not see the same documents and prompts in {listed}; "
+                             "score both alike (--limit, --num_fewshot, --data_dir)")
         if not shared:
             raise ValueError(f"{other['path']} and {first['path']} have no task in common")
-        told = [f"{key}: {first['protocol'][key]} there, {other['protocol'][key]} here" for key in ("dtype", "max_length", "lm_eval")
-                if first["protocol"][key] != other["protocol"][key]]
-        told += [f"other {what} in {len(differ[key])} of {len(shared)} tasks" for key, what in (
-            ("tokens_sha256", "token ids"), ("version", "task versions"), ("n_truncated", "numbers of truncated requests")) if differ[key]]
+        told = [f"{key}: {first['protocol'][key]} there, {other['protocol'][key]} here"
+                for key in ("dtype", "max_length", "lm_eval") if first["protocol"][key] != other["protocol"][key]]
+        words = {"tokens_sha256": "token ids", "version": "task versions", "n_truncated": "numbers of truncated requests"}
+        told += [f"other {what} in {len(differ[key])} of {len(shared)} tasks" for key, what in words.items() if differ[key]]
         missing = sorted(set(list_rows(first)) ^ set(list_rows(other)))
         told += [f"in one only: {', '.join(missing)}"] if missing else []
         remarks += [f"{other['path']}, against {first['path']}: {'; '.join(told)}"] if told else []
@@ -143,7 +144,7 @@ def paired_bootstrap(difference, weight, resamples, seed=0, level=0.95):
 
 
 def holm(p_values):
-    """Return p values corrected for their number, in their order (Holm 1979): sorted, the i-th smallest times n - i, made monotone."""
+    """Return p values corrected for their number, in their order: the i-th smallest times n - i, monotone (Holm 1979)."""
     order = np.argsort(p_values, kind="stable")
     n, corrected, highest = len(order), np.empty(len(order)), 0.0
     for i, place in enumerate(order):
@@ -168,11 +169,12 @@ def compare_pair(first, other, resamples):
                 continue
             difference, weight = b[:, 0] - a[:, 0], a[:, 1]
             low, high, p = paired_bootstrap(difference, weight, resamples)
-            result = {"task": task, "metric": metric, "n": len(a), "first": a[:, 0].sum() / weight.sum(), "other": b[:, 0].sum() / weight.sum(),
-                      "difference": difference.sum() / weight.sum(), "low": low, "high": high, "test": "paired bootstrap", "p": p}
+            result = {"task": task, "metric": metric, "n": len(a), "first": a[:, 0].sum() / weight.sum(),
+                      "other": b[:, 0].sum() / weight.sum(), "difference": difference.sum() / weight.sum(), "low": low,
+                      "high": high, "test": "paired bootstrap", "p": p}
             if metric in ("acc", "acc_norm", "exact_match") and set(np.unique(difference)) <= {-1.0, 0.0, 1.0}:
-                only_first, only_other = int((difference < 0).sum()), int((difference > 0).sum())
-                result |= {"test": "exact McNemar", "p": mcnemar(only_first, only_other), "only_first": only_first, "only_other": only_other}
+                alone = {"only_first": int((difference < 0).sum()), "only_other": int((difference > 0).sum())}
+                result |= {"test": "exact McNemar", "p": mcnemar(*alone.values()), **alone}
             results.append(result)
     for metric in {result["metric"] for result in results}:
         family = [result for result in results if result["metric"] == metric]
@@ -210,10 +212,12 @@ def build_statistics(results):
     """Return (header, rows) of strings of compare_pair's results."""
     rows = []
     for r in results:
-        scale, unit = (100, "points") if r["test"] == "exact McNemar" else (1, "bits/byte" if r["metric"] == "bits_per_byte" else "nats")
+        scale = 100 if r["test"] == "exact McNemar" else 1
+        unit = "points" if scale == 100 else "bits/byte" if r["metric"] == "bits_per_byte" else "nats"
         rows.append([r["task"], r["metric"], f"{r['n']:,}", f"{scale * r['difference']:+.3f} {unit}",
                      f"[{scale * r['low']:+.3f}, {scale * r['high']:+.3f}]",
-                     f"{r['only_first']} / {r['only_other']}" if "only_first" in r else "", r["test"], f"{r['p']:.4g}", f"{r['p_holm']:.4g}"])
+                     f"{r['only_first']} / {r['only_other']}" if "only_first" in r else "", r["test"], f"{r['p']:.4g}",
+                     f"{r['p_holm']:.4g}"])
     return ["task", "metric", "documents", "difference", "95 % interval", "only first / other right", "test", "p", "p (Holm)"], rows
 
 
@@ -231,9 +235,9 @@ def print_table(header, rows, markdown):
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__, usage=argparse.SUPPRESS, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="+", metavar="SCORES.json", help="of evaluate.py score; the others are compared with the first")
+    parser.add_argument("files", nargs="+", metavar="SCORES.json", help="of evaluate.py score; each is compared with the first")
     parser.add_argument("--format", choices=("text", "markdown", "json"), default="text", help="of the output (default: %(default)s)")
-    parser.add_argument("--published", default="", help=f"columns of the paper's own figures: {', '.join(PUBLISHED)}; separated by commas")
+    parser.add_argument("--published", default="", help=f"columns of the paper's own figures, as {','.join(PUBLISHED)}")
     parser.add_argument("--resamples", type=int, default=10_000, help="of the bootstrap (default: %(default)s)")
     args = parser.parse_args()
     args.published = [name for name in args.published.split(",") if name]
@@ -251,7 +255,8 @@ def main():
     pairs = [(names[0], name, compare_pair(files[0], other, args.resamples)) for name, other in zip(names[1:], files[1:])]
     if args.format == "json":
         print(json.dumps({"models": names, "files": args.files, "remarks": remarks,
-                          "metrics": {name: {task: metrics for task, (_, metrics) in list_rows(scores).items()} for name, scores in zip(names, files)},
+                          "metrics": {name: {task: metrics for task, (_, metrics) in list_rows(scores).items()}
+                                      for name, scores in zip(names, files)},
                           "published": {name: PUBLISHED[name] for name in args.published},
                           "pairs": [{"first": first, "other": other, "tests": tests} for first, other, tests in pairs]}, indent=1))
         return

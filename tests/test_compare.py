@@ -28,7 +28,7 @@ def scores(name="a", seed=0, n=200, p=0.6, **protocol):
     page["docs"] = {"doc_id": list(range(12)), "responses": [b for b, _ in bits], "loglikelihood": [b for b, _ in bits], "bits_per_byte": bits}
     return {"model": {"name": f"out/{name}", "step": 1}, "protocol": {"dtype": "float32", "max_length": 2048, "lm_eval": "0.4.13"} | protocol,
             "tasks": {"piqa": choice("piqa", n), "wikitext": page, "mmlu_x": choice("mmlu_x", 40), "mmlu_y": choice("mmlu_y", 60)},
-            "groups": {"mmlu": {"metrics": {"acc": 0.3}, "tasks": ["mmlu_x", "mmlu_y"], "top": True}, "mmlu_stem": {"metrics": {}, "tasks": ["mmlu_x"], "top": False}}}
+            "groups": {"mmlu": {"metrics": {"acc": 0.3}, "tasks": ["mmlu_x", "mmlu_y"]}}}
 
 
 @pytest.fixture
