@@ -45,17 +45,18 @@ PUBLISHED = {
     "SmolLM2-135M": {"hellaswag": {"acc_norm": 43.02}},
     "SmolLM2-360M": {"hellaswag": {"acc_norm": 56.28}},
 }
-# The fields of config.json that describe an input beside its name: how a label says them, and the value that goes without saying.
+# The fields of config.json that describe an input beside its name, as a label says them, and what goes without saying.
 INPUT_FIELDS = {"code_seed": ("seed {}", None), "code_offset": ("offset {}", "0"), "code_values": ("{}", "01"),
                 "code_scale": ("scale {}", "1"), "lift": ("{}", "tile"), "table_free": ("table-free", "False")}
 # What else may differ between runs: where and how they ran, what they reported. All other fields are the experiment.
-FREE = {"input", "seed", *INPUT_FIELDS, "preset", "data", "out", "device", "micro_batch", "checkpoint_activations", "compile", "eval_every",
-        "save_every", "log_every", "keep", "resume", "dry_run", "initial_body_sha256", "parameters", "code_report"}
-# Colours that colour-blind eyes can tell apart (Okabe and Ito, 2008), one for each kind of input; dashes for its variants.
+FREE = {"input", "seed", *INPUT_FIELDS, "preset", "data", "out", "device", "micro_batch", "checkpoint_activations", "compile",
+        "eval_every", "save_every", "log_every", "keep", "resume", "dry_run", "initial_body_sha256", "parameters", "code_report"}
+# Colours that colour-blind eyes tell apart (Okabe and Ito, 2008), one for each kind of input; dashes for its variants.
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#777777")
 DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)))
-STYLE = {"font.size": 9.5, "axes.titlesize": 10, "axes.titlelocation": "left", "axes.spines.top": False, "axes.spines.right": False,
-         "axes.grid": True, "grid.alpha": 0.3, "axes.axisbelow": True, "legend.frameon": False, "savefig.dpi": 200}
+STYLE = {"font.size": 9.5, "axes.titlesize": 10, "axes.titlelocation": "left", "axes.spines.top": False,
+         "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3, "axes.axisbelow": True, "legend.frameon": False,
+         "savefig.dpi": 200}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -96,7 +97,7 @@ def paired_bootstrap(difference, weight, resamples, seed=0):
 
 
 def holm(p_values):
-    """Return p values corrected for their number, in their order (Holm 1979): sorted, the i-th smallest times n - i, made monotone."""
+    """Return p values corrected for their number, in their order: the i-th smallest times n - i, monotone (Holm 1979)."""
     order = np.argsort(p_values, kind="stable")
     n, corrected = len(order), np.empty(len(order))
     corrected[order] = np.minimum(1, np.maximum.accumulate((n - np.arange(n)) * np.array(p_values)[order]))
@@ -141,10 +142,10 @@ def name_models(files):
 
 
 def list_rows(scores):
-    """Return {name: (its tasks' names, its metrics)}: each task that stands alone, and each group that is in no other."""
+    """Return {name: (its tasks' names, its metrics)}: each group, and each task in none."""
     grouped = {task for group in scores["groups"].values() for task in group["tasks"]}
     rows = {name: ([name], task["metrics"]) for name, task in scores["tasks"].items() if name not in grouped}
-    return rows | {name: (group["tasks"], group["metrics"]) for name, group in scores["groups"].items() if group["top"]}
+    return rows | {name: (group["tasks"], group["metrics"]) for name, group in scores["groups"].items()}
 
 
 def check_same(files):
@@ -155,14 +156,15 @@ def check_same(files):
         differ = {key: [task for task in shared if first["tasks"][task][key] != other["tasks"][task][key]]
                   for key in ("prompts_sha256", "tokens_sha256", "version", "n_truncated")}
         if tasks := differ["prompts_sha256"]:
-            raise ValueError(f"{other['path']} and {first['path']} did not see the same documents and prompts in {', '.join(tasks[:5])}"
-                             f"{' and others' if len(tasks) > 5 else ''}; score both alike (--limit, --num_fewshot, --data_dir)")
+            listed = ", ".join(tasks[:5]) + (" and others" if len(tasks) > 5 else "")
+            raise ValueError(f"{other['path']} and {first['path']} did not see the same documents and prompts in {listed}; "
+                             "score both alike (--limit, --num_fewshot, --data_dir)")
         if not shared:
             raise ValueError(f"{other['path']} and {first['path']} have no task in common")
-        told = [f"{key}: {first['protocol'][key]} there, {other['protocol'][key]} here" for key in ("dtype", "max_length", "lm_eval")
-                if first["protocol"][key] != other["protocol"][key]]
-        told += [f"other {what} in {len(differ[key])} of {len(shared)} tasks" for key, what in (
-            ("tokens_sha256", "token ids"), ("version", "task versions"), ("n_truncated", "numbers of truncated requests")) if differ[key]]
+        told = [f"{key}: {first['protocol'][key]} there, {other['protocol'][key]} here"
+                for key in ("dtype", "max_length", "lm_eval") if first["protocol"][key] != other["protocol"][key]]
+        words = {"tokens_sha256": "token ids", "version": "task versions", "n_truncated": "numbers of truncated requests"}
+        told += [f"other {what} in {len(differ[key])} of {len(shared)} tasks" for key, what in words.items() if differ[key]]
         missing = sorted(set(list_rows(first)) ^ set(list_rows(other)))
         told += [f"in one only: {', '.join(missing)}"] if missing else []
         remarks += [f"{other['path']}, against {first['path']}: {'; '.join(told)}"] if told else []
@@ -203,11 +205,12 @@ def compare_pair(first, other, resamples):
                 continue
             difference, weight = b[:, 0] - a[:, 0], a[:, 1]
             low, high, p = paired_bootstrap(difference, weight, resamples)
-            result = {"task": task, "metric": metric, "n": len(a), "first": a[:, 0].sum() / weight.sum(), "other": b[:, 0].sum() / weight.sum(),
-                      "difference": difference.sum() / weight.sum(), "low": low, "high": high, "test": "paired bootstrap", "p": p}
+            result = {"task": task, "metric": metric, "n": len(a), "first": a[:, 0].sum() / weight.sum(),
+                      "other": b[:, 0].sum() / weight.sum(), "difference": difference.sum() / weight.sum(), "low": low,
+                      "high": high, "test": "paired bootstrap", "p": p}
             if metric in ("acc", "acc_norm", "exact_match") and set(np.unique(difference)) <= {-1.0, 0.0, 1.0}:
-                only_first, only_other = int((difference < 0).sum()), int((difference > 0).sum())
-                result |= {"test": "exact McNemar", "p": mcnemar(only_first, only_other), "only_first": only_first, "only_other": only_other}
+                alone = {"only_first": int((difference < 0).sum()), "only_other": int((difference > 0).sum())}
+                result |= {"test": "exact McNemar", "p": mcnemar(*alone.values()), **alone}
             results.append(result)
     for metric in {result["metric"] for result in results}:
         family = [result for result in results if result["metric"] == metric]
@@ -253,10 +256,12 @@ def build_statistics(results):
     """Return (header, rows) of strings of compare_pair's results."""
     rows = []
     for r in results:
-        scale, unit = (100, "points") if r["test"] == "exact McNemar" else (1, "bits/byte" if r["metric"] == "bits_per_byte" else "nats")
+        scale = 100 if r["test"] == "exact McNemar" else 1
+        unit = "points" if scale == 100 else "bits/byte" if r["metric"] == "bits_per_byte" else "nats"
         rows.append([r["task"], r["metric"], f"{r['n']:,}", f"{scale * r['difference']:+.3f} {unit}",
                      f"[{scale * r['low']:+.3f}, {scale * r['high']:+.3f}]",
-                     f"{r['only_first']} / {r['only_other']}" if "only_first" in r else "", r["test"], f"{r['p']:.4g}", f"{r['p_holm']:.4g}"])
+                     f"{r['only_first']} / {r['only_other']}" if "only_first" in r else "", r["test"], f"{r['p']:.4g}",
+                     f"{r['p_holm']:.4g}"])
     return ["task", "metric", "documents", "difference", f"{LEVEL:.0%} interval", "only first / other right", "test", "p", "p (Holm)"], rows
 
 
@@ -277,14 +282,15 @@ def label(config):
     """Return the name of a run's input interface: binary, gf2 seed 7, binary pm1, binary scale matched ..."""
     words = [config["input"]]
     for field, (text, silent) in INPUT_FIELDS.items():
-        if str(config.get(field, silent)) != str(silent) and (field != "code_seed" or config["input"] in ("gf2", "random")):
+        said = field != "code_seed" or config["input"] in ("gf2", "random")
+        if said and str(config.get(field, silent)) != str(silent):
             words.append(text.format(config[field]))
     return " ".join(words)
 
 
 def read_run(path):
-    """Return a run directory as a dict: path, label, config, curve (targets -> loss on the fixed validation windows), heldout (its
-    held-out score), documents (float64 [n, 2]: targets and nats) and targets_per_second (the median).
+    """Return a run directory as a dict: path, label, config, curve (targets -> loss on the fixed validation windows),
+    heldout (its held-out score), documents (float64 [n, 2]: targets and nats) and targets_per_second (the median).
 
     Raises FileNotFoundError for a file that is not there, ValueError for a run that is not finished and scored.
     """
@@ -292,10 +298,11 @@ def read_run(path):
     if not (path / "config.json").exists():
         raise FileNotFoundError(f"{path}: no config.json; name run directories that train.py wrote")
     config, rows, scores = read_json(path / "config.json"), read_json(path / "log.jsonl"), sorted(path.glob("heldout-*.json"))
-    done, heldout = max((row["targets"] for row in rows), default=0), read_json(scores[-1]) if scores else {"step": 0}
-    if done < config["max_targets"] or heldout["step"] * config["tokens_per_step"] != done:
-        raise ValueError(f"{path}: {done:,} of {config['max_targets']:,} targets trained, {heldout['step'] * config['tokens_per_step']:,} "
-                         f"at its held-out score; finish it with train.py --resume, then python evaluate.py score {path}")
+    heldout = read_json(scores[-1]) if scores else {"step": 0}
+    done, scored = max((row["targets"] for row in rows), default=0), heldout["step"] * config["tokens_per_step"]
+    if done < config["max_targets"] or scored != done:
+        raise ValueError(f"{path}: {done:,} of {config['max_targets']:,} targets trained, {scored:,} at its held-out score; "
+                         f"train.py --resume finishes it, python evaluate.py score {path} scores it")
     return {"path": str(path), "label": label(config), "config": config, "heldout": heldout,
             "curve": {row["targets"]: row["val_loss"] for row in rows if "val_loss" in row},
             "documents": np.array([[d["targets"], d["nats"]] for d in heldout["documents"]], float),
@@ -306,12 +313,13 @@ def check_same_experiment(runs, by):
     """Raise ValueError, naming the fields, unless runs differ in their input, their seed and the field `by` alone."""
     first, starts = runs[0], {}
     for run in runs:
-        a, b, start = first["config"], run["config"], starts.setdefault((run["config"]["seed"], run["config"].get(by)), run)
+        a, b = first["config"], run["config"]
         differing = [f"{key} {a.get(key)} / {b.get(key)}" for key in sorted({*a, *b} - FREE - {by}) if a.get(key) != b.get(key)]
+        start = starts.setdefault((b["seed"], b.get(by)), run)
         if b["initial_body_sha256"] != start["config"]["initial_body_sha256"]:
             differing.append(f"initial_body_sha256 of seed {b['seed']} (the first is that of {start['path']})")
-        if (here := run["heldout"]["dtype"]) != (there := first["heldout"]["dtype"]):
-            differing.append(f"dtype of the held-out score {there} / {here}")
+        if first["heldout"]["dtype"] != run["heldout"]["dtype"]:
+            differing.append(f"dtype of the held-out score {first['heldout']['dtype']} / {run['heldout']['dtype']}")
         if not np.array_equal(first["documents"][:, 0], run["documents"][:, 0]):
             differing.append(f"the targets of {len(first['documents'])} / {len(run['documents'])} validation documents")
         if differing:
@@ -324,7 +332,7 @@ def compare_runs(paths, baseline="learned", by=None, resamples=10_000):
     Args:
         baseline: the label that the others are compared with, seed by seed, at equal values of the field `by`.
         by: a field of config.json that may differ between the runs, such as n_layer.
-    Raises ValueError if runs are not the same experiment but for their input, seed and `by`, or have nothing to pair.
+    Raises ValueError if runs are not the same experiment but for input, seed and `by`, or have nothing to pair.
     """
     runs, groups = [read_run(path) for path in paths], {}
     check_same_experiment(runs, by)
@@ -332,54 +340,57 @@ def compare_runs(paths, baseline="learned", by=None, resamples=10_000):
         seeds = groups.setdefault((run["config"].get(by), run["label"]), {})
         if (twin := seeds.setdefault(run["config"]["seed"], run)) is not run:
             raise ValueError(f"{twin['path']} and {run['path']} have the same interface ({run['label']}) and seed; leave one out")
-    weights, names, members = runs[0]["documents"][:, 0], [baseline, *(name for _, name in groups)], []  # the baseline gets the first colour
-    for (value, name), seeds in sorted(groups.items(), key=lambda item: (names.index(item[0][1]), item[0][0])):
-        base = groups.get((value, baseline), {})
-        if not (common := sorted(set(seeds) & set(base))):
-            there = ", ".join(sorted(f"{other} (seeds {sorted(groups[at, other])})" for at, other in groups if at == value))
-            raise ValueError(f"--baseline={baseline}: no run of it to pair with {name}" + (f" at {by}={value}" if by else "") + f"; there are {there}")
+    weights, names = runs[0]["documents"][:, 0], [baseline, *(name for _, name in groups)]  # the baseline gets black
+    result = {"baseline": baseline, "by": by, "level": LEVEL, "resamples": resamples, "documents": len(weights),
+              "targets": int(weights.sum()), "heldout_dtype": runs[0]["heldout"]["dtype"],
+              "experiment": {key: value for key, value in runs[0]["config"].items() if key not in FREE | {by}}, "groups": []}
+    for value, name in sorted(groups, key=lambda group: (names.index(group[1]), group[0])):
+        seeds, base = dict(sorted(groups[value, name].items())), groups.get((value, baseline), {})
+        pairs = [(run, base[seed]) for seed, run in seeds.items() if seed in base]
+        if not pairs:
+            there = ", ".join(f"{other} (seeds {sorted(groups[at, other])})" for at, other in groups if at == value)
+            raise ValueError(f"--baseline={baseline}: no run of it to pair with {name}" + (f" at {by}={value}" if by else "")
+                             + f"; there are {there}")
+        losses = [run["heldout"]["loss"] for run in seeds.values()]
+        differences = [a["heldout"]["loss"] - b["heldout"]["loss"] for a, b in pairs]
+        nats = np.mean([a["documents"][:, 1] - b["documents"][:, 1] for a, b in pairs], axis=0)
         points = sorted(set.intersection(*(set(run["curve"]) for run in [*seeds.values(), *base.values()])))
-        losses, differences = [seeds[s]["heldout"]["loss"] for s in sorted(seeds)], \
-            [seeds[s]["heldout"]["loss"] - base[s]["heldout"]["loss"] for s in common]
-        nats = np.mean([seeds[s]["documents"][:, 1] - base[s]["documents"][:, 1] for s in common], axis=0)
-        loss, loss_interval = student_interval(losses)
-        difference, seed_interval = student_interval(differences)
-        run = next(iter(seeds.values()))
-        members.append({
-            "name": name + (f", {by} {value}" if by else ""), "label": name, "by": value, "runs": [seeds[s]["path"] for s in sorted(seeds)],
-            "seeds": sorted(seeds), "losses": losses, "loss": loss, "loss_seed_interval": loss_interval,
-            "bits_per_byte": np.mean([run["heldout"]["bits_per_byte"] for run in seeds.values()]).item(),
-            "paired_seeds": common, "differences": differences, "difference": difference, "difference_seed_interval": seed_interval,
-            "difference_document_interval": paired_bootstrap(nats, weights, resamples)[:2],
-            "curve_targets": points, "curve_losses": [[seeds[s]["curve"][t] for t in points] for s in sorted(seeds)],
-            "curve_differences": [[seeds[s]["curve"][t] - base[s]["curve"][t] for t in points] for s in common],
-            "parameters": run["config"].get("parameters") or {}, "code_report": run["config"].get("code_report"),
-            "targets_per_second": np.mean([run["targets_per_second"] for run in seeds.values()]).item()})
-    return {"baseline": baseline, "by": by, "level": LEVEL, "resamples": resamples, "heldout_dtype": runs[0]["heldout"]["dtype"],
-            "documents": len(weights), "targets": int(weights.sum()),
-            "experiment": {key: value for key, value in runs[0]["config"].items() if key not in FREE | {by}}, "groups": members}
+        group = {"name": name + (f", {by} {value}" if by else ""), "label": name, "by": value, "seeds": list(seeds),
+                 "runs": [run["path"] for run in seeds.values()], "losses": losses, "differences": differences,
+                 "bits_per_byte": np.mean([run["heldout"]["bits_per_byte"] for run in seeds.values()]).item(),
+                 "document_interval": paired_bootstrap(nats, weights, resamples)[:2], "curve_targets": points,
+                 "curve_losses": [[run["curve"][t] for t in points] for run in seeds.values()],
+                 "curve_differences": [[a["curve"][t] - b["curve"][t] for t in points] for a, b in pairs],
+                 "targets_per_second": np.mean([run["targets_per_second"] for run in seeds.values()]).item(),
+                 "parameters": pairs[0][0]["config"].get("parameters"), "code_report": pairs[0][0]["config"].get("code_report")}
+        group["loss"], group["loss_interval"] = student_interval(losses)
+        group["difference"], group["seed_interval"] = student_interval(differences)
+        result["groups"].append(group)
+    return result
 
 
 def describe_runs(result, markdown):
     """Return the report of compare_runs' result: losses and differences, what they mean, sizes and speed."""
-    e, base, losses, sizes = result["experiment"], result["baseline"], [], []
+    e, base, level, losses, sizes = result["experiment"], result["baseline"], f"{LEVEL:.0%}", [], []
     for g in result["groups"]:
-        half, d, (low, high) = g["difference_seed_interval"], g["difference"], g["difference_document_interval"]
-        losses.append([g["name"], str(len(g["seeds"])), f"{g['loss']:.4f}" + (f" ±{g['loss_seed_interval']:.4f}" if g["loss_seed_interval"] else ""),
-                       f"{g['bits_per_byte']:.4f}", *(["baseline", "", ""] if g["label"] == base else [
-                           f"{d:+.4f}", "one seed" if half is None else f"{d - half:+.4f} to {d + half:+.4f}", f"{low:+.4f} to {high:+.4f}"])])
-        sizes.append([g["name"], *(f"{g['parameters'][key]:,}" if key in g["parameters"] else "-" for key in
-                                   ("input", "body", "head", "trainable", "buffers")), f"{g['targets_per_second']:,.0f}"])
+        d, half, (low, high), n = g["difference"], g["seed_interval"], g["document_interval"], g["parameters"] or {}
+        over_seeds = "one seed" if half is None else f"{d - half:+.4f} to {d + half:+.4f}"
+        losses.append([g["name"], str(len(g["seeds"])), f"{g['loss']:.4f}" + (f" ±{g['loss_interval']:.4f}" if g["loss_interval"] else ""),
+                       f"{g['bits_per_byte']:.4f}", *(["baseline", "", ""] if g["label"] == base else
+                                                      [f"{d:+.4f}", over_seeds, f"{low:+.4f} to {high:+.4f}"])])
+        sizes.append([g["name"], *(f"{n[key]:,}" if key in n else "-" for key in ("input", "body", "head", "trainable", "buffers")),
+                      f"{g['targets_per_second']:,.0f}"])
+    shown = ("n_layer", "n_embd", "n_head", "n_ffn", "block_size", "vocab_size", "max_targets", "tokens_per_step", "max_lr", "dtype")
     return "\n\n".join([
-        ", ".join(f"{key} {e[key]}" for key in ("n_layer", "n_embd", "n_head", "n_ffn", "block_size", "vocab_size", "max_targets", "tokens_per_step",
-                  "max_lr", "dtype") if key in e) + f", data {e['data_fingerprint'][:12]}: equal in all runs, as is all but input, seed"
-        + (f" and {result['by']}." if result["by"] else "."),
-        format_table(["interface", "seeds", "held-out loss (nats)", "bits per byte", f"minus {base}", f"{LEVEL:.0%} over seeds",
-                      f"{LEVEL:.0%} over documents"], losses, markdown),
+        ", ".join(f"{key} {e[key]}" for key in shown if key in e) + f"; data {e['data_fingerprint'][:12]}. All runs are equal "
+        "but for input and seed" + (f" and {result['by']}." if result["by"] else "."),
+        format_table(["interface", "seeds", "held-out loss (nats)", "bits per byte", f"minus {base}", f"{level} over seeds",
+                      f"{level} over documents"], losses, markdown),
         f"Loss: nats per target on {result['documents']:,} validation documents ({result['targets']:,} targets, scored in "
-        f"{result['heldout_dtype']}), mean over seeds ± Student's t interval. Minus {base}: mean difference of runs of the same seed. Over "
-        "seeds: Student's t of these differences. Over documents: percentile interval of a paired bootstrap; whole documents are resampled "
-        f"({result['resamples']:,} times, the same for both sides), losses are averaged over the seeds before, and seeds are not resampled.",
+        f"{result['heldout_dtype']}), mean over seeds ± Student's t interval. Minus {base}: mean difference of runs of the same "
+        "seed. Over seeds: Student's t of these differences. Over documents: percentile interval of a paired bootstrap: whole "
+        f"documents are resampled, {result['resamples']:,} times, the same for both sides; losses are averaged over the seeds "
+        "before, and seeds are not resampled.",
         format_table(["parameters", "input", "body", "head", "trainable", "fixed buffers", "targets/s"], sizes, markdown),
         "targets/s: median of a run's log, mean over seeds, on the machines that trained them."]) + "\n"
 
@@ -397,7 +408,7 @@ def line_styles(groups):
 
 
 def draw_curves(axis, groups, styles, key, text):
-    """Draw group[key], losses [seeds][points], against targets: the mean, and a band from the lowest to the highest seed."""
+    """Draw group[key], losses [seeds][points], against targets: the mean, and a band from lowest to highest seed."""
     from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
     for g in groups:
         seen = np.array(g["curve_targets"]) > 0  # the axis is logarithmic
@@ -414,8 +425,8 @@ def draw_differences(axis, groups, styles):
     """Draw a row for each group: the mean difference, those of single seeds, and both intervals."""
     for y, g in enumerate(groups):
         colour = styles[g["name"]]["color"]
-        axis.plot(g["difference_document_interval"], [y, y], color=colour, linewidth=9, alpha=0.35, solid_capstyle="butt")
-        axis.errorbar(g["difference"], y, xerr=g["difference_seed_interval"], color=colour, capsize=4, marker="o", markersize=5)
+        axis.plot(g["document_interval"], [y, y], color=colour, linewidth=9, alpha=0.35, solid_capstyle="butt")
+        axis.errorbar(g["difference"], y, xerr=g["seed_interval"], color=colour, capsize=4, marker="o", markersize=5)
         axis.plot(g["differences"], [y] * len(g["differences"]), "|", color=colour, markersize=11)
         axis.annotate(f"{g['difference']:+.3f}", (1.01, y), xycoords=("axes fraction", "data"), va="center")
     axis.axvline(0, color="black", linewidth=1)
@@ -423,19 +434,18 @@ def draw_differences(axis, groups, styles):
 
 
 def draw_codes(axes, groups, styles):
-    """Draw what fixed codes look like, from train.py's code_report: four panels."""
-    panels = (("weight_histogram", "bits set (Hamming weight)", "share of ids"), ("bit_counts", "bit", "share of ids that have it set"),
-              ("distance_histogram", "Hamming distance", "share of pairs of ids"), ("squared_norms", "squared norm of the input vector", "share of ids"))
-    for axis, (key, xlabel, ylabel) in zip(axes.flat, panels):
-        for g in groups:
-            if not (found := g["code_report"].get(key)):
-                continue  # codes of real numbers have no bits
-            x, y = np.arange(len(found)), np.array(found.get("histogram")["counts"] if key == "squared_norms" else found, float)
-            if key == "squared_norms":
-                edges = np.array(found["histogram"]["edges"])
-                x, y = ((edges[1:] + edges[:-1]) / 2)[y > 0], y[y > 0]
-            axis.plot(x, y / (g["code_report"]["vocab_size"] if key == "bit_counts" else y.sum()), label=g["label"], marker="o", markersize=3,
-                      **styles[g["name"]])
+    """Draw what fixed codes look like, from train.py's code_report: four panels. Codes of real numbers have norms only."""
+    labels = {"weight_histogram": ("bits set (Hamming weight)", "share of ids"), "bit_counts": ("bit", "share of ids that have it set"),
+              "distance_histogram": ("Hamming distance", "share of pairs of ids"), "norms": ("squared norm of the input", "share of ids")}
+    for g in groups:
+        report, norms = g["code_report"], g["code_report"]["squared_norms"]["histogram"]
+        for axis, key in zip(axes.flat, labels):
+            y = np.array(norms["counts"] if key == "norms" else report.get(key, ()), float)
+            x = np.add(norms["edges"][1:], norms["edges"][:-1]) / 2 if key == "norms" else np.arange(len(y))
+            share = y / (report["vocab_size"] if key == "bit_counts" and len(y) else y.sum())
+            shown = (y > 0) | (key != "norms")  # norms of bits are few numbers, with empty bins between them
+            axis.plot(x[shown], share[shown], label=g["label"], marker="o", markersize=3, **styles[g["name"]])
+    for axis, (xlabel, ylabel) in zip(axes.flat, labels.values()):
         axis.set(xlabel=xlabel, ylabel=ylabel)
     axes.flat[1].set_ylim(0, 1)
     axes.flat[3].set_xscale("log")  # matched norms are a thousand times smaller
@@ -447,42 +457,39 @@ def draw_runs(result, out):
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
     plt.rcParams.update(STYLE)
-    base, by, styles = result["baseline"], result["by"], line_styles(result["groups"])
+    base, by, styles, figures = result["baseline"], result["by"], line_styles(result["groups"]), {}
     ranked = sorted(result["groups"], key=lambda g: -g["loss"])
-    others, coded = [g for g in ranked if g["label"] != base], [g for g in ranked if g["code_report"] and g["by"] == ranked[0]["by"]]
+    others = [g for g in ranked if g["label"] != base]
 
-    figure, axis = plt.subplots(figsize=(8.3, 4.2), layout="constrained")
+    figures["loss"], axis = plt.subplots(figsize=(8.3, 4.2), layout="constrained")
     draw_curves(axis, ranked, styles, "curve_losses", lambda g: f"{g['name']}  {g['loss']:.3f}")
     axis.set(ylabel="validation loss (nats per target)", title="Loss during training: mean and range of seeds")
-    figure.legend(*axis.get_legend_handles_labels(), loc="outside right upper", title="interface, final\nheld-out loss", alignment="left")
-    figure.savefig(out / "loss.png")
-    if not others:
-        return ["loss.png"]
-    figure, axis = plt.subplots(figsize=(8.3, 1.3 + 0.34 * len(others)), layout="constrained")
-    draw_differences(axis, others, styles)
-    axis.set(xlabel=f"held-out loss minus {base} (nats per target)",
-             title=f"Paired differences: mean (dot), seeds (ticks), {LEVEL:.0%} over seeds (line), over documents (bar)")
-    figure.savefig(out / "differences.png")
-
-    figure, axes = plt.subplots(1, 2 if by else 1, figsize=(8.3, 4.2), layout="constrained", squeeze=False)
-    draw_curves(axes[0, 0], others, styles, "curve_differences", lambda g: g["name"])
-    axes[0, 0].set(ylabel=f"validation loss minus {base} (nats)", title="Gap during training: mean and range of seeds")
-    for name in dict.fromkeys(g["label"] for g in others) if by else ():
-        mine = sorted((g for g in others if g["label"] == name), key=lambda g: g["by"])
-        axes[0, 1].errorbar([g["by"] for g in mine], [g["difference"] for g in mine], [g["difference_seed_interval"] or 0 for g in mine],
-                            color=styles[mine[0]["name"]]["color"], marker="o", capsize=4)
-        axes[0, 1].set(xlabel=by, xticks=sorted({g["by"] for g in others}), ylabel=f"held-out loss minus {base} (nats)",
-                       title=f"Final gap, {LEVEL:.0%} over seeds")
-    for axis in axes.flat:
-        axis.axhline(0, color="black", linewidth=1)
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
-    figure.savefig(out / "gap.png")
-    if coded:
-        figure, axes = plt.subplots(2, 2, figsize=(8.3, 5.6), layout="constrained")
+    figures["loss"].legend(loc="outside right upper", title="interface, final\nheld-out loss", alignment="left")
+    if others:
+        figures["differences"], axis = plt.subplots(figsize=(8.3, 1.3 + 0.34 * len(others)), layout="constrained")
+        draw_differences(axis, others, styles)
+        axis.set(xlabel=f"held-out loss minus {base} (nats per target)",
+                 title=f"Paired differences: mean (dot), seeds (ticks), {LEVEL:.0%} over seeds (line), over documents (bar)")
+        figures["gap"], axes = plt.subplots(1, 2 if by else 1, figsize=(8.3, 4.2), layout="constrained", squeeze=False)
+        draw_curves(axes[0, 0], others, styles, "curve_differences", lambda g: g["name"])
+        axes[0, 0].set(ylabel=f"validation loss minus {base} (nats)", title="Gap during training: mean and range of seeds")
+        figures["gap"].legend(loc="outside lower center", ncols=3)
+        for name in {g["label"]: 0 for g in others} if by else ():
+            mine = sorted((g for g in others if g["label"] == name), key=lambda g: g["by"])
+            axes[0, 1].errorbar([g["by"] for g in mine], [g["difference"] for g in mine], [g["seed_interval"] or 0 for g in mine],
+                                color=styles[mine[0]["name"]]["color"], marker="o", capsize=4)
+            axes[0, 1].set(xlabel=by, xticks=sorted({g["by"] for g in others}), ylabel=f"held-out loss minus {base} (nats)",
+                           title=f"Final gap, {LEVEL:.0%} over seeds")
+        for axis in axes.flat:
+            axis.axhline(0, color="black", linewidth=1)
+    if coded := [g for g in result["groups"] if g["code_report"] and g["by"] == ranked[0]["by"]]:
+        figures["codes"], axes = plt.subplots(2, 2, figsize=(8.3, 5.6), layout="constrained")
         draw_codes(axes, coded, styles)
-        figure.legend(*axes.flat[3].get_legend_handles_labels(), loc="outside lower center", ncols=3)
-        figure.savefig(out / "codes.png")
-    return ["loss.png", "differences.png", "gap.png"] + ["codes.png"] * bool(coded)
+        figures["codes"].legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    for name, figure in figures.items():
+        figure.savefig(out / f"{name}.png")
+        plt.close(figure)
+    return list(figures)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -490,14 +497,14 @@ def draw_runs(result, out):
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__, usage=argparse.SUPPRESS, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("paths", nargs="+", metavar="RUN_OR_SCORES", help="run directories, or .json files of evaluate.py score")
-    parser.add_argument("--format", choices=("text", "markdown", "json"), default="text", help="of what is printed (default: %(default)s)")
-    parser.add_argument("--resamples", type=int, default=10_000, help="of the bootstrap (default: %(default)s)")
-    parser.add_argument("--published", default="", help="scores: columns of the paper's own figures, separated by commas, of "
-                        + ", ".join(PUBLISHED))
-    parser.add_argument("--baseline", default="learned", help="runs: the interface to compare with, by its label (default: %(default)s)")
-    parser.add_argument("--by", metavar="FIELD", help="runs: a field of config.json that may differ, such as n_layer")
-    parser.add_argument("--out", default="out/comparison", help="runs: directory to write to (default: %(default)s)")
+    flag = parser.add_argument
+    flag("paths", nargs="+", metavar="RUN_OR_SCORES", help="run directories, or .json files of evaluate.py score")
+    flag("--format", choices=("text", "markdown", "json"), default="text", help="of what is printed (default: %(default)s)")
+    flag("--resamples", type=int, default=10_000, help="of the bootstrap (default: %(default)s)")
+    flag("--published", default="", help=f"scores: columns of the paper's own figures, as {','.join(PUBLISHED)}")
+    flag("--baseline", default="learned", help="runs: the interface to compare with, by its label (default: %(default)s)")
+    flag("--by", metavar="FIELD", help="runs: a field of config.json that may differ, such as n_layer")
+    flag("--out", default="out/comparison", help="runs: directory to write to (default: %(default)s)")
     args = parser.parse_args()
     args.published = [name for name in args.published.split(",") if name]
     if unknown := [name for name in args.published if name not in PUBLISHED]:
@@ -509,7 +516,7 @@ def parse_args():
 
 def main():
     args = parse_args()
-    if runs := Path(args.paths[0]).suffix != ".json":
+    if runs := not args.paths[0].endswith(".json"):
         result, describe = compare_runs(args.paths, args.baseline, args.by, args.resamples), describe_runs
     else:
         result, describe = compare_scores(args.paths, args.published, args.resamples), describe_scores
@@ -517,7 +524,7 @@ def main():
     if runs:
         out = Path(args.out)
         out.mkdir(parents=True, exist_ok=True)
-        figures = "".join(f"\n![{Path(name).stem}]({name})\n" for name in draw_runs(result, out))
+        figures = "".join(f"\n![{name}]({name}.png)\n" for name in draw_runs(result, out))
         (out / "comparison.json").write_text(json.dumps(result, indent=1))
         (out / "comparison.md").write_text(describe(result, True) + figures)
         print(f"written to {out}", file=sys.stderr)

@@ -1,6 +1,6 @@
 """Score checkpoints and reference models, sample, and carry checkpoints to and from the Hugging Face format.
 
-    score     held-out loss on prepared validation documents; with --suite or --tasks, lm-evaluation-harness's benchmarks
+    score     held-out loss on prepared validation documents; with --suite or --tasks, benchmarks of lm-evaluation-harness
     sample    continue prompts
     probe     what can be read from the residual stream at each depth, and what each block does for the loss
     export    a checkpoint as a Hugging Face Llama folder
@@ -14,22 +14,23 @@ Usage:
     python evaluate.py probe  out/smoke-binary-s1
     python evaluate.py export out/smoke-binary-s1 DIR
 
-Under torchrun, score spreads the requests over the processes. A request's score is the log-likelihood of its continuation,
-and whether greedy decoding gives it. The last token is never an input; what is too long loses its beginning:
+Under torchrun, score spreads the requests over the processes. A request's score is the log-likelihood of its
+continuation, and whether greedy decoding gives it. The last token is never an input; what is too long loses its beginning:
 
     context c0 c1 c2, continuation a0 a1       input   c0 c1 c2 a0
                                                scored        a0 a1       the logits at c2 and at a0
 
-Equal inputs are run once, and so is a prefix that several inputs share: its keys and values serve each of their suffixes. So
-a question is read once for all its answers, and MMLU's worked examples once for all questions of a subject.
+Equal inputs are run once, and so is a prefix that several inputs share: its keys and values serve each of their suffixes.
+So a question is read once for all its answers, and MMLU's worked examples once for all questions of a subject.
 
-A checkpoint is a run directory (its newest checkpoint is taken) or a step-*.pt file, with the run's tokenizer.json beside it.
-score writes heldout-STEP.json, or SUITE-STEP.json for compare.py, beside the checkpoint (out/NAME/ for a reference model).
+A checkpoint is a run directory (its newest checkpoint is taken) or a step-*.pt file, with the run's tokenizer.json beside
+it. score writes heldout-STEP.json, or SUITE-STEP.json for compare.py, there (in out/NAME/ for a reference model).
 """
 
 import argparse
 import contextlib
 import hashlib
+import inspect
 import json
 import keyword
 import logging
@@ -54,15 +55,15 @@ from model import Decoder, ModelConfig, load_model
 from prepare import load_tokenizer, open_shards, read_meta, token_bytes, vocab_size, write_whole
 
 # The paper's benchmarks: (tasks, shots). WikiText's windows are the longest inputs: memory trouble shows first.
-SUITES = {"paper": [("wikitext,hellaswag,arc_easy,arc_challenge,piqa,winogrande,openbookqa,commonsense_qa,lambada_openai,mmlu", 0),
-                    ("mmlu", 5)]}
+SUITES = {"paper": [("wikitext,hellaswag,arc_easy,arc_challenge,piqa,winogrande,openbookqa,commonsense_qa,lambada_openai,"
+                     "mmlu", 0), ("mmlu", 5)]}
 # Where the harness keeps them: to index all its 14,000 files takes 5 seconds, these a few hundredths.
 TASK_FOLDERS = {"arc_easy": "arc", "arc_challenge": "arc", "lambada_openai": "lambada", "mmlu": "mmlu/default", **{
     name: name for name in ("wikitext", "hellaswag", "piqa", "winogrande", "openbookqa", "commonsense_qa")}}
 MAX_LENGTH = 2048       # the paper's, for every model: a longer context would give a reference longer prompts and windows
 BOOTSTRAP_ITERS = 1000  # of the harness, for LAMBADA's perplexity alone; its default of 100,000 takes half a minute
 FEWSHOT_SEED = 1234     # the harness's default
-GATHER_COST = 4         # a row on a shared prefix takes as long as if it were this many tokens longer (measured on a CPU)
+GATHER_COST = 4         # tokens that a row might have more, for the time that it takes to put it on a shared prefix
 CHUNK_BATCHES = 16      # batches between two writes of the finished requests
 
 
@@ -74,13 +75,14 @@ class Candidate:
     """A model that can be scored.
 
     forward(idx (B, T), positions=None, mask=None, cache=None, select=(rows, columns)) -> logits (n, V), as Decoder.forward;
-    encode(texts, special) -> lists of ids; special lets the tokenizer add what it adds to a text (a Llama's BOS).
+    encode(texts, special) -> lists of ids; special lets the tokenizer add what it adds to a text (a Llama's BOS);
+    generate(prompt ids, max_new_tokens, temperature, top_k, generator=None) -> the ids that follow, one by one.
     """
     forward: Callable
     new_cache: Callable
     encode: Callable
     decode: Callable
-    generate: Callable  # (prompt ids, max_new_tokens, temperature, top_k, generator=None) -> the ids that follow, one by one
+    generate: Callable
     prefix_id: int      # stands for an empty context
     prefix_reason: str
     n_ids: int          # ids that the tokenizer knows; a head may have more rows
@@ -89,13 +91,17 @@ class Candidate:
     note: str = ""      # what to know about its scores
 
 
+def sha256(data):
+    return hashlib.sha256(data).hexdigest()
+
+
 def hash_weights(module):
     """Return the sha256 of a module's state: names and values."""
-    sha256 = hashlib.sha256()
+    digest = hashlib.sha256()
     for name, tensor in sorted(module.state_dict().items()):
-        sha256.update(name.encode())
-        sha256.update(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy())
-    return sha256.hexdigest()
+        digest.update(name.encode())
+        digest.update(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def run_directory(path):
@@ -113,57 +119,63 @@ def open_checkpoint(path, device, dtype):
     codebook = getattr(model.model.embed_tokens, "codebook", None)
     note = ""
     if codebook is not None and not codebook[eot_id].any():  # the paper, "Method": hidden states and logits are exactly 0
-        note = f"its code is all zero, so the first token after it costs exactly ln V = {math.log(V):.4f} nats, whatever it is"
+        note = f"its code is all zero, so the first token after it costs exactly ln V = {math.log(V):.4f} nats"
+
+    def encode(texts, special):
+        return [encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def generate(ids, new, temperature, top_k, generator=None):
+        return model.generate(torch.tensor([ids], device=device), new, temperature, top_k, eot_id, generator, n_ids)
+
     return Candidate(
-        lambda idx, **options: model(idx, **options)[0], model.new_cache,
-        lambda texts, special: [e.ids for e in tokenizer.encode_batch_fast(texts, add_special_tokens=False)], tokenizer.decode,
-        lambda ids, new, temperature, top_k, generator=None: model.generate(
-            torch.tensor([ids], device=device), new, temperature, top_k, eot_id, generator, n_ids),
-        eot_id, "the end-of-text token that separates documents in training", n_ids, model.config.block_size,
+        lambda idx, **options: model(idx, **options)[0], model.new_cache, encode, tokenizer.decode, generate, eot_id,
+        "the end-of-text token that separates documents in training", n_ids, model.config.block_size,
         {"name": str(path), "step": state["step"], "data": state["data"], "model_config": state["model_config"],
-         "weights_sha256": hash_weights(model), "tokenizer_sha256": hashlib.sha256(tokenizer_path.read_bytes()).hexdigest()}, note)
+         "weights_sha256": hash_weights(model), "tokenizer_sha256": sha256(tokenizer_path.read_bytes())}, note)
 
 
 def open_reference(name, device, dtype):
-    """Return the Candidate of a Hugging Face model, by hub name or local folder. Raises ValueError where it cannot be had."""
+    """Return the Candidate of a Hugging Face model, by hub name or local folder. Raises ValueError without transformers."""
     try:
         from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
     except ImportError:
         raise ValueError(f"--hf={name} needs the transformers package; pip install transformers safetensors") from None
     tokenizer = AutoTokenizer.from_pretrained(name)
+    prefix_id = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
     model = AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, dtype)).to(device).eval()
+    # Its name from transformers 5 on, and before.
+    keys_name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
     def forward(idx, positions=None, mask=None, cache=None, select=None):
         past = None if cache is None else DynamicCache()
         for i, layer in enumerate(cache or ()):
             past.update(layer["k"], layer["v"], i)
         columns, where = select[1].unique(return_inverse=True)
-        logits = model(idx, attention_mask=mask, position_ids=positions, past_key_values=past, use_cache=cache is not None,
-                       logits_to_keep=columns).logits
+        logits = model(idx, attention_mask=mask, position_ids=positions, logits_to_keep=columns,
+                       **{keys_name: past, "use_cache": cache is not None}).logits
         if cache is not None:
             cache[:] = [{"k": layer.keys, "v": layer.values} for layer in past.layers]
         return logits[select[0], where]
 
     def generate(ids, new, temperature, top_k, generator=None):
-        idx = torch.tensor([ids], device=device)
-        options = {"temperature": temperature, "top_k": top_k} if temperature else {}
-        return model.generate(idx, max_new_tokens=new, do_sample=temperature > 0, pad_token_id=0, **options)[0, len(ids):].tolist()
+        options = {"do_sample": True, "temperature": temperature, "top_k": top_k} if temperature else {"do_sample": False}
+        idx = model.generate(torch.tensor([ids], device=device), max_new_tokens=new, pad_token_id=prefix_id, **options)
+        return idx[0, len(ids):].tolist()
 
     return Candidate(
         forward, list, lambda texts, special: tokenizer(texts, add_special_tokens=special)["input_ids"],
         lambda ids: tokenizer.decode(ids, skip_special_tokens=True), generate,
-        tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id, "its tokenizer's bos, else eos, token",
-        len(tokenizer), model.config.max_position_embeddings,
+        prefix_id, "its tokenizer's bos, else eos, token", len(tokenizer), model.config.max_position_embeddings,
         {"name": str(name), "step": None, "weights_sha256": hash_weights(model),
-         "tokenizer_sha256": hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()})
+         "tokenizer_sha256": sha256(tokenizer.backend_tokenizer.to_str().encode())})
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Scoring
 
 def share_prefixes(rows, limits):
-    """Cut sorted rows into groups whose common prefix is run once. Rows that begin alike are one group, or the groups of those
-    among them that begin alike further, whichever saves more tokens.
+    """Cut sorted rows into groups whose common prefix is run once. Rows that begin alike are one group, or the groups of
+    those among them that begin alike further, whichever saves more tokens.
 
     Args:
         rows: int32 arrays, all different, in an order that keeps equal beginnings together.
@@ -217,7 +229,7 @@ class HarnessLM(TemplateLM):
         self.candidate, self._device, self.batch_tokens, self.share = candidate, torch.device(device), batch_tokens, share
         self.max_length = min(MAX_LENGTH, candidate.context) if max_length is None else max_length
         if not 1 <= self.max_length <= candidate.context:
-            raise ValueError(f"--max_length={max_length}: {candidate.facts['name']} takes 1 to {candidate.context} positions")
+            raise ValueError(f"--max_length={max_length}: {candidate.facts['name']} takes 1 to {candidate.context}")
         self.audit = {}     # task -> its requests: how many, how many cut, their hashes
         self.finished = {}  # digest of (input, targets) -> (log-likelihood, is greedy)
         self.part, self.parts = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -259,17 +271,18 @@ class HarnessLM(TemplateLM):
                 beyond = joint[context + rest][len(joint[context]):]
                 encoded.append((joint[context], beyond if len(beyond) else ids))
             else:
-                encoded.append((prefix, ids[1:] if ids[:1] == prefix else ids))
+                encoded.append((prefix, ids[1:] if ids[:1].tolist() == [prefix[0]] else ids))
         return encoded
 
     def note(self, request, texts, ids):
         """Enter a request in the audit of its task: its texts, its ids, and whether it loses its beginning."""
-        entry = self.audit.setdefault(request.task_name, {"n_requests": 0, "n_truncated": 0, "prompts": [], "tokens": []})
+        empty = {"n_requests": 0, "n_truncated": 0, "prompts": [], "tokens": []}
+        entry = self.audit.setdefault(request.task_name, empty)
         entry["n_requests"] += 1
         if request.request_type != "loglikelihood_rolling":  # a page is not cut but read in windows
             entry["n_truncated"] += sum(map(len, ids)) > self.max_length + 1
         for key, parts in (("prompts", texts), ("tokens", [part.tolist() for part in ids])):
-            entry[key].append(hashlib.sha256(json.dumps([request.doc_id, *parts]).encode()).hexdigest())
+            entry[key].append(sha256(json.dumps([request.doc_id, *parts]).encode()))
 
     def loglikelihood(self, requests, disable_tqdm=False):
         pairs = self.encode_pairs([request.args for request in requests])
@@ -297,8 +310,8 @@ class HarnessLM(TemplateLM):
             options = normalize_gen_kwargs(request.args[1])
             stops = handle_stop_sequences(options.get("until"), eos=None)
             new, ids, text = min(options["max_gen_toks"], self.max_length - 1), [], ""
-            for i in self.candidate.generate(prompt[-(self.max_length - new):].tolist(), new, options.get("temperature", 0.0),
-                                             options.get("top_k")):
+            prompt = prompt[-(self.max_length - new):].tolist()
+            for i in self.candidate.generate(prompt, new, options.get("temperature", 0.0), options.get("top_k")):
                 ids.append(i)
                 text = self.candidate.decode(ids)
                 if any(stop in text for stop in stops):
@@ -338,15 +351,14 @@ class HarnessLM(TemplateLM):
         return scores
 
     def run(self, todo):
-        """Score {key: (row, targets)}, int32 as bytes, into self.finished: in parts, each of the groups that have their prefixes
-        in one batch."""
+        """Score {key: (row, targets)}, int32 as bytes, into self.finished; in parts, of groups with their prefixes in one batch."""
         scored = {}  # row -> [(key, targets), ...] to score at its end
         for key, (row, targets) in todo.items():
             scored.setdefault(row, []).append((key, np.frombuffer(targets, np.int32)))
         rows = [(np.frombuffer(row, np.int32), scored[row]) for row in sorted(scored)]
         # A prefix ends before the first scored logits, so that only suffixes need any.
         limits = [len(row) - max(len(targets) for _, targets in pieces) for row, pieces in rows]
-        cuts = share_prefixes([row for row, _ in rows], limits) if self.share else [(0, i, i + 1) for i in range(len(rows))]
+        cuts = share_prefixes([row for row, _ in rows], limits if self.share else [0] * len(rows))
         groups = [(length, rows[start:end]) for length, start, end in cuts]
         # Rows on their own first, and the longest of them: memory trouble shows at once. Then prefixes of alike lengths.
         groups.sort(key=lambda group: (group[0] > 0, -group[0], -len(group[1][0][0])))
@@ -361,7 +373,8 @@ class HarnessLM(TemplateLM):
             try:
                 found = self.run_groups(groups[:n])
             except RuntimeError as error:
-                if self.batch_tokens < 2 or not (isinstance(error, torch.OutOfMemoryError) or "not enough memory" in str(error)):
+                short = isinstance(error, torch.OutOfMemoryError) or "not enough memory" in str(error)
+                if not short or self.batch_tokens < 2:
                     raise
                 self.batch_tokens //= 2
                 print(f"out of memory; continuing with --batch_tokens={self.batch_tokens}", file=sys.stderr)
@@ -388,9 +401,11 @@ class HarnessLM(TemplateLM):
         cache, found = None, {}
         if groups[0][0]:
             cache, none = self.candidate.new_cache(), torch.empty(0, dtype=torch.int64, device=self.device)
-            self.candidate.forward(self.pad([members[0][0][:length] for length, members in groups]), cache=cache, select=(none, none))
-        suffixes = sorted(((g, length, row[length:], pieces) for g, (length, members) in enumerate(groups) for row, pieces in members),
-                          key=lambda suffix: -len(suffix[2]))
+            prefixes = self.pad([members[0][0][:length] for length, members in groups])
+            self.candidate.forward(prefixes, cache=cache, select=(none, none))
+        suffixes = [(g, length, row[length:], pieces)
+                    for g, (length, members) in enumerate(groups) for row, pieces in members]
+        suffixes.sort(key=lambda suffix: -len(suffix[2]))
         while suffixes:
             n, past, T = 0, 0, len(suffixes[0][2])
             while n < len(suffixes) and (not n or (n + 1) * (max(past, suffixes[n][1]) + T) <= self.batch_tokens):
@@ -400,9 +415,10 @@ class HarnessLM(TemplateLM):
             options = {}
             if cache:
                 places = [g for g, *_ in batch]
-                # Where all rows are on one prefix, they look at the same keys, and nothing is copied.
-                expanded = [{name: t[places[:1], :, :past].expand(n, -1, -1, -1) if len(set(places)) == 1 else t[places, :, :past]
-                             for name, t in layer.items()} for layer in cache]
+                if len(set(places)) == 1:  # all on one prefix: they look at the same keys, and nothing is copied
+                    places = slice(places[0], places[0] + 1)
+                expanded = [{name: t[places, :, :past].expand(n, -1, -1, -1) for name, t in layer.items()}
+                            for layer in cache]
                 own = torch.tensor([length for _, length, *_ in batch], device=self.device)[:, None]
                 steps, keys = torch.arange(T, device=self.device), torch.arange(past + T, device=self.device)
                 seen = (keys < own[..., None]) | ((keys >= past) & (keys - past <= steps[:, None]))  # (B, T, past + T)
@@ -429,8 +445,8 @@ class HarnessLM(TemplateLM):
         targets = torch.from_numpy(np.concatenate([targets for *_, targets in pieces]).astype(np.int64)).to(self.device)
         index = torch.from_numpy(index).to(self.device)
         nats = torch.empty(len(index), device=self.device)
-        # In float32, also of a bfloat16 model; a part at a time, as 8192 x 49,152 float32 logits would be 1.6 GB. As the harness
-        # does it: on a CPU log_softmax is 8e-6 nats a token off the exact value, and a sum over a page would show another formula.
+        # In float32, also of a bfloat16 model; a part at a time, as 8192 x 49,152 float32 logits would be 1.6 GB. By the
+        # harness's own formula: log_softmax is 8e-6 nats a token off the exact value on a CPU, logsumexp is not.
         for at in range(0, len(places), 1024):
             here = (index >= at) & (index < at + 1024)
             nats[here] = F.log_softmax(logits[at:at + 1024].float(), dim=-1)[index[here] - at, targets[here]]
@@ -497,7 +513,7 @@ def load_tasks(names, num_fewshot=None, data_dir=None, include_path=None):
     """Return the harness's own tasks, {"tasks": {name: Task}, "groups": {name: Group}, ...}.
 
     Args:
-        data_dir: a folder of hub-shaped copies (ORG/NAME/*.jsonl with a README.md that names the configurations), in which the
+        data_dir: a folder of hub-shaped copies (ORG/NAME/*.jsonl with a README.md that names the configurations), where the
             data sets are found by their own names; None takes the hub, or its cache where HF_HUB_OFFLINE=1 is set.
         include_path: a folder of further task YAML files.
     Raises ValueError for an unknown task, FileNotFoundError for one whose data cannot be had.
@@ -514,20 +530,21 @@ def load_tasks(names, num_fewshot=None, data_dir=None, include_path=None):
     loaded = {"tasks": {}, "groups": {}, "group_map": {}}
     for name in names:
         if name not in manager.all_tasks:
-            raise ValueError(f"--tasks: no task {name!r}; lm-eval ls tasks lists the harness's, --include_path=DIR adds others")
+            raise ValueError(f"--tasks: no task {name!r}; lm-eval ls tasks lists all, --include_path=DIR adds others")
         try:
             with contextlib.chdir(data_dir or "."):
                 for kind, found in manager.load([name]).items():
                     loaded[kind] |= found
         except (OSError, KeyError, ValueError, ImportError) as error:
-            raise FileNotFoundError(f"{name}: its data set cannot be loaded ({' '.join(str(error).split())[:160]}); give --data_dir=DIR "
-                                    "with a copy of it in DIR/ORG/NAME") from None
+            reason = " ".join(str(error).split())[:160]
+            raise FileNotFoundError(f"{name}: its data set cannot be loaded ({reason}); give --data_dir=DIR with a copy of it "
+                                    "in DIR/ORG/NAME") from None
     for name, task in loaded["tasks"].items():
-        if num_fewshot is not None and task.get_config("num_fewshot") != 0:  # as in simple_evaluate: 0 in a task's file is meant
+        if num_fewshot is not None and task.get_config("num_fewshot") != 0:  # 0 in a task's file is meant, the harness says
             task.set_config("num_fewshot", num_fewshot)
         if shots := task.get_config("num_fewshot"):
             if (n := len(list(task.fewshot_docs()))) < shots:
-                raise ValueError(f"{name}: {shots} examples are asked for, but it has {n}; give --num_fewshot={n} or fewer")
+                raise ValueError(f"{name}: {shots} examples are asked for, but it has {n}; give --num_fewshot={n}")
         else:
             task.set_config("num_fewshot", 0)
         task.set_fewshot_seed(FEWSHOT_SEED)
@@ -548,14 +565,14 @@ def right_answer(task, sample):
 
 
 def run_tasks(lm, loaded, limit=None):
-    """Run loaded tasks; return ({task: entry}, {group: entry}) of plain values.
+    """Run loaded tasks; return ({task: entry}, {group that is in no other: {metrics, tasks}}) of plain values.
 
     A task's entry has its metrics as the harness defines them, version, num_fewshot, n_docs, n_requests, n_truncated,
     prompts_sha256 (over the sorted hashes of every (document, context, continuation)), tokens_sha256 (the same over ids), and
     docs: {doc_id, responses, loglikelihood (of the right answer), each metric}, lists over documents.
     """
     from lm_eval.evaluator import evaluate
-    os.environ.setdefault("DISABLE_MULTIPROC", "1")  # the harness would fork this process, model and all, for a bootstrap
+    os.environ.setdefault("DISABLE_MULTIPROC", "1")  # else the harness forks this process, model and all, for a bootstrap
     lm.audit.clear()
     with contextlib.redirect_stdout(sys.stderr):
         results = evaluate(lm, loaded, limit=limit, bootstrap_iters=BOOTSTRAP_ITERS)
@@ -566,92 +583,95 @@ def run_tasks(lm, loaded, limit=None):
         samples = [s for s in results["samples"][name] if s["filter"] == results["samples"][name][0]["filter"]]
         audit = lm.audit[name]
         tasks[name] = {
-            "metrics": metrics[name], "version": results["versions"].get(name), "num_fewshot": results["n-shot"][name], "n_docs": len(samples),
-            **{key: audit[key] for key in ("n_requests", "n_truncated")},
-            **{f"{key}_sha256": hashlib.sha256("".join(sorted(audit[key])).encode()).hexdigest() for key in ("prompts", "tokens")},
+            "metrics": metrics[name], "version": results["versions"].get(name), "num_fewshot": results["n-shot"][name],
+            "n_docs": len(samples), "n_requests": audit["n_requests"], "n_truncated": audit["n_truncated"],
+            **{f"{key}_sha256": sha256("".join(sorted(audit[key])).encode()) for key in ("prompts", "tokens")},
             "docs": {"doc_id": [s["doc_id"] for s in samples], "responses": [s["filtered_resps"] for s in samples],
                      "loglikelihood": [right_answer(task, s) for s in samples],
                      **{key: [s[key] for s in samples] for key in samples[0]["metrics"]}}}
     inner = {child for children in loaded["group_map"].values() for child in children}
-    groups = {name: {"metrics": metrics.get(name, {}), "tasks": [task.task_name for task in group.get_all_tasks()], "top": name not in inner}
-              for name, group in loaded["groups"].items()}
+    groups = {name: {"metrics": metrics.get(name, {}), "tasks": [task.task_name for task in group.get_all_tasks()]}
+              for name, group in loaded["groups"].items() if name not in inner}
     return tasks, groups
 
 
 def score_suite(lm, plan, args):
-    """Run [(task names, shots), ...]; return the plain values of the scores file. A task that the plan has again, with other shots,
-    is named after them: mmlu and mmlu_5shot."""
+    """Run [(task names, shots), ...]; return the plain values of the scores file. A task that the plan has again, with other
+    shots, is named after them: mmlu and mmlu_5shot."""
     from lm_eval import __version__
-    c = lm.candidate
-    result = {"model": c.facts, "protocol": {
+    c, result = lm.candidate, {"tasks": {}, "groups": {}}
+    for names, shots in plan:
+        loaded = load_tasks(names.split(","), shots, args.data_dir, args.include_path)
+        tasks, groups = run_tasks(lm, loaded, args.limit)
+        mark = f"_{shots}shot" if set(tasks) & set(result["tasks"]) else ""
+        result["tasks"] |= {name + mark: entry for name, entry in tasks.items()}
+        result["groups"] |= {name + mark: {"metrics": group["metrics"], "tasks": [task + mark for task in group["tasks"]]}
+                             for name, group in groups.items()}
+    return {"model": c.facts, "protocol": {
         "lm_eval": __version__, "max_length": lm.max_length, "truncation": "left", "dtype": args.dtype, "limit": args.limit,
         "prefix_token_id": c.prefix_id, "prefix_token": c.prefix_reason, "note": c.note, "batch_tokens": lm.batch_tokens,
         "share": lm.share, "device": str(lm.device), "processes": lm.parts, "torch": torch.__version__,
-        "bootstrap_iters": BOOTSTRAP_ITERS, "data": args.data_dir or "the hub or its cache"}, "tasks": {}, "groups": {}}
-    for names, shots in plan:
-        tasks, groups = run_tasks(lm, load_tasks(names.split(","), shots, args.data_dir, args.include_path), args.limit)
-        mark = f"_{shots}shot" if set(tasks) & set(result["tasks"]) else ""
-        result["tasks"] |= {name + mark: entry for name, entry in tasks.items()}
-        result["groups"] |= {name + mark: entry | {"tasks": [task + mark for task in entry["tasks"]]} for name, entry in groups.items()}
-    result["protocol"]["batch_tokens"] = lm.batch_tokens
-    return result
+        "bootstrap_iters": BOOTSTRAP_ITERS, "data": args.data_dir or "the hub or its cache"}, **result}
 
 
 def print_suite(result):
-    """Print the protocol, and a line for each task that stands alone and each group that is in no other."""
+    """Print the protocol, and a line for each group and each task in none."""
     m, p = result["model"], result["protocol"]
-    print(f"\n{m['name']}  weights {m['weights_sha256'][:12]}  tokenizer {m['tokenizer_sha256'][:12]}\n"
-          f"  lm-eval {p['lm_eval']}, max_length {p['max_length']}, cut on the {p['truncation']}, {p['dtype']}, {p['batch_tokens']:,} tokens "
-          f"a batch, data: {p['data']}" + (f", the first {p['limit']} documents of a task" if p["limit"] else "") +
-          f"\n  an empty context is id {p['prefix_token_id']}, {p['prefix_token']}" + (f"; {p['note']}" if p["note"] else ""))
+    print(f"\n{m['name']}: weights {m['weights_sha256'][:12]}, tokenizer {m['tokenizer_sha256'][:12]}, {p['dtype']}\n"
+          f"  lm-eval {p['lm_eval']}, data: {p['data']}" + (f", the first {p['limit']} documents of each task" if p["limit"] else "")
+          + f"; max_length {p['max_length']}, cut on the {p['truncation']}; {p['batch_tokens']:,} tokens a batch\n"
+          f"  an empty context is id {p['prefix_token_id']}, {p['prefix_token']}" + (f"; {p['note']}" if p["note"] else ""))
     print(f"{'task':18} {'version':>7} {'shots':>5} {'documents':>9} {'requests':>9} {'truncated':>9}  metrics")
     grouped = {task for group in result["groups"].values() for task in group["tasks"]}
-    rows = [(name, [entry], entry) for name, entry in result["tasks"].items() if name not in grouped]
-    rows += [(name, [result["tasks"][task] for task in group["tasks"]], group) for name, group in result["groups"].items() if group["top"]]
-    for name, tasks, entry in rows:
+    for name, entry in {**result["tasks"], **result["groups"]}.items():
+        if name in grouped:
+            continue
+        tasks = [result["tasks"][task] for task in entry.get("tasks", [name])]
         docs, requests, cut = (sum(task[key] for task in tasks) for key in ("n_docs", "n_requests", "n_truncated"))
-        print(f"{name:18} {tasks[0]['version']!s:>7} {tasks[0]['num_fewshot']:5} {docs:9,} {requests:9,} {cut:9,}  " + "  ".join(
-            f"{key} {value:.4f}" + (f" +-{error:.4f}" if isinstance(error := entry["metrics"].get(f"{key}_stderr"), float) else "")
-            for key, value in entry["metrics"].items() if isinstance(value, float) and not key.endswith("_stderr")))
+        metrics = [f"{key} {value:.4f}" if isinstance(value, float) else "" for key, value in entry["metrics"].items()]
+        print(f"{name:18} {tasks[0]['version']!s:>7} {tasks[0]['num_fewshot']:5} {docs:9,} {requests:9,} {cut:9,}  "
+              + "  ".join(filter(None, metrics)))
 
 
 def command_score(args):
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         dist.init_process_group("gloo")  # only finished scores are exchanged
         args.device = f"cuda:{os.environ['LOCAL_RANK']}" if args.device == "cuda" else args.device
-    silent = dist.is_initialized() and dist.get_rank() > 0
     plan = SUITES[args.suite] if args.suite else [(args.tasks, args.num_fewshot)] if args.tasks else None
-    for path, opened in [(path, open_checkpoint) for path in args.checkpoints] + [(name, open_reference) for name in args.hf]:
-        candidate = opened(path, args.device, args.dtype)
-        step, out = candidate.facts["step"], run_directory(path) if opened is open_checkpoint else Path("out") / Path(path).name
-        suffix = ".json" if step is None else f"-{step:08d}.json"
+    names = [(path, open_checkpoint) for path in args.checkpoints] + [(name, open_reference) for name in args.hf]
+    for name, opened in names:
+        candidate = opened(name, args.device, args.dtype)
+        out = run_directory(name) if opened is open_checkpoint else Path("out") / Path(name).name
         out.mkdir(parents=True, exist_ok=True)
-        # What the scores depend on beside the inputs is in the name: another model's are never taken for this one's.
+        # What the scores depend on beside the inputs is in the file's name: one model's are never taken for another's.
         identity = f"{candidate.facts['weights_sha256']} {args.dtype} {args.no_share}"
-        cache = out / f".finished-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
+        cache = out / f".finished-{sha256(identity.encode())[:16]}"
         lm = HarnessLM(candidate, args.device, args.max_length, args.batch_tokens, not args.no_share, cache)
         if plan:
-            target = out / ((args.suite or args.tasks.replace(",", "+") + (f"_{args.num_fewshot}shot" if args.num_fewshot else ""))
-                            + (f"_limit{args.limit}" if args.limit else "") + suffix)
+            label = args.suite or args.tasks.replace(",", "+")
+            label += f"_{args.num_fewshot}shot" * bool(args.num_fewshot) + f"_limit{args.limit}" * bool(args.limit)
             result = score_suite(lm, plan, args)
         else:
-            target, data_dir = out / f"heldout{suffix}", args.data or candidate.facts.get("data")
+            label, data_dir = "heldout", args.data or candidate.facts.get("data")
             if not data_dir:
-                raise ValueError(f"{path}: it does not say what data it was trained on; give --data=DIR")
+                raise ValueError(f"{name}: it does not say what data it was trained on; give --data=DIR")
             if (n_ids := read_meta(data_dir)["tokenizer"]["vocab_size"]) != candidate.n_ids:
-                raise ValueError(f"{path}: vocab_size {candidate.n_ids}, but {data_dir} has {n_ids}; give --data=DIR")
-            result = {"checkpoint": str(path), "step": step, "data": str(data_dir), "dtype": args.dtype, **score_heldout(lm, data_dir)}
-        if silent:
+                raise ValueError(f"{name}: vocab_size {candidate.n_ids}, but {data_dir} has {n_ids}; give --data=DIR")
+            result = {"checkpoint": str(name), "step": candidate.facts["step"], "data": str(data_dir), "dtype": args.dtype,
+                      **score_heldout(lm, data_dir)}
+        if lm.part > 0:
             continue
+        step = candidate.facts["step"]
+        target = out / (f"{label}.json" if step is None else f"{label}-{step:08d}.json")
         write_whole(target, json.dumps(result, default=str).encode())  # before anything is printed: hours may be in it
-        for left in out.glob(f"{cache.name}.*"):
-            left.unlink()
+        for file in out.glob(f"{cache.name}.*"):
+            file.unlink()
         if plan:
             print_suite(result)
         else:
-            print(f"{path}: step {step}  loss {result['loss']:.4f} +-{result['loss_stderr']:.4f} nats  perplexity {result['perplexity']:.3f}  "
-                  f"{result['bits_per_byte']:.4f} bits/byte  {len(result['documents']):,} documents, "
-                  f"{sum(d['targets'] for d in result['documents']):,} targets")
+            print(f"{name}: step {step}, loss {result['loss']:.4f} +-{result['loss_stderr']:.4f} nats, perplexity "
+                  f"{result['perplexity']:.3f}, {result['bits_per_byte']:.4f} bits/byte, {len(result['documents']):,} documents, "
+                  f"{sum(document['targets'] for document in result['documents']):,} targets")
         print(f"written to {target}")
 
 
@@ -685,8 +705,8 @@ PROPERTIES = {"keyword": lambda text: keyword.iskeyword(text.strip()), "space fi
 
 
 def full_windows(data_dir, block_size, positions):
-    """Return (ids int64 [N, T + 1], document int64 [N]) of about `positions` targets: validation windows of full length, the first of
-    every document before the second of any. Raises ValueError unless at least four documents have one."""
+    """Return (ids int64 [N, T + 1], document int64 [N]) of about `positions` targets: validation windows of full length,
+    the first of every document before the second of any. Raises ValueError unless four documents have one."""
     found, rounds = [], Counter()
     for number, shard in enumerate(open_shards(data_dir, "val")):
         for document, ids in cut_documents(*shard.map(), block_size):
@@ -696,23 +716,25 @@ def full_windows(data_dir, block_size, positions):
     if len(rounds) < 4:
         raise ValueError(f"{data_dir}: {len(rounds)} validation documents have more than {block_size} tokens; a probe needs 4")
     found = sorted(found, key=lambda window: window[:3])[:max(8, positions // block_size)]
-    return torch.from_numpy(np.stack([ids for *_, ids in found]).astype(np.int64)), np.array([list(rounds).index(window[1:3]) for window in found])
+    places = {document: i for i, document in enumerate(rounds)}
+    return torch.from_numpy(np.stack([window[3] for window in found])).long(), np.array([places[window[1:3]] for window in found])
 
 
 @torch.inference_mode()
 def window_losses(model, windows):
-    """Return the loss of each window (N, T + 1), nats per target: float64 [N]. A batch has 16 windows or a few less, never one alone."""
+    """Return the loss of each window (N, T + 1), nats per target: float64 [N]. No batch has a single window."""
     losses = []
     for part in windows.to(model.lm_head.weight.device).tensor_split(-(-len(windows) // 16)):
         logits = model(part[:, :-1])[0].float()
-        losses.append(F.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten(), reduction="none").view(len(part), -1).double().mean(1))
+        loss = F.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten(), reduction="none")
+        losses.append(loss.view(len(part), -1).double().mean(1))
     return torch.cat(losses).cpu().numpy()
 
 
 def read_linearly(x, classes, targets, test):
     """Fit linear readouts of x (N, C) where test (bool, (N,)) is false; return what they say where it is true.
 
-    classes int64 (N,), -1 for none, are read by linear discriminant analysis: the largest of one affine function for each class.
+    classes int64 (N,), -1 for none, are read by linear discriminant analysis: the largest of an affine function each.
     targets float64 (N, M) are read by ridge regression. Returns (classes (N_test,), targets (N_test, M)).
     """
     fit, known = ~test, ~test & (classes >= 0)
@@ -729,25 +751,27 @@ def read_linearly(x, classes, targets, test):
 
 
 def area_under_roc(scores, truth):
-    """Return how often a true case scores higher than a false one, ties counted half (Mann-Whitney); nan where there is only one kind."""
+    """Return how often a true case scores above a false one, ties counted half (Mann-Whitney); nan if all are alike."""
     n = int(truth.sum())
-    return float((rankdata(scores)[truth].sum() - n * (n + 1) / 2) / (n * (len(truth) - n))) if 0 < n < len(truth) else math.nan
+    ranks = rankdata(scores)[truth].sum() - n * (n + 1) / 2
+    return float(ranks / (n * (len(truth) - n))) if 0 < n < len(truth) else math.nan
 
 
 def probe(model, tokenizer, data_dir, positions):
-    """Return, as plain values, what the residual stream tells at each depth (the input, then after each block) and what the loss is
-    without each block.
+    """Return, as plain values, what the residual stream tells at each depth (the input, then after each block), what
+    chance would, and how much the loss grows without each block.
 
-    Readouts are of the token at the position itself, fitted on every other validation document and scored on the others: identity
-    (share right among the N_IDENTITIES most frequent ids), code and bit (share of positions with all, and of bits, right: of the
-    model's own code if that consists of bits, else of the binary code), keyword, space first and digit (area under the ROC curve),
-    bytes (the length; R^2). A block is skipped, so that it adds nothing to the stream, or swapped: it adds what it would in another window.
+    Readouts are of the token at the position itself, fitted on every other validation document and scored on the rest:
+    identity (share right among the N_IDENTITIES most frequent ids), code and bit (share of positions with all bits, and
+    of bits, right: of the model's own code where that has bits, else of the binary code), keyword, space first and
+    digit (area under the ROC curve), bytes (the length; R^2). A block is skipped, so that it adds nothing to the stream,
+    or swapped: it adds what it would in another window.
     """
     windows, documents = full_windows(data_dir, model.config.block_size, positions)
     streams = [[] for _ in range(model.config.n_layer + 1)]
     with contextlib.ExitStack() as hooks:
         for stream, module in zip(streams, [*model.model.layers, model.model.norm]):
-            hooks.enter_context(module.register_forward_pre_hook(lambda _, inputs, stream=stream: stream.append(inputs[0].float().cpu())))
+            hooks.enter_context(module.register_forward_pre_hook(lambda _, x, stream=stream: stream.append(x[0].float().cpu())))
         losses = window_losses(model, windows)
 
     V, n_ids, ids = model.config.vocab_size, vocab_size(tokenizer), windows[:, :-1].flatten()
@@ -757,34 +781,35 @@ def probe(model, tokenizer, data_dir, positions):
     codes = codes.cpu() if own else torch.from_numpy(binary_codes(V))
     words = [tokenizer.decode([i]) for i in range(n_ids)]
     lexical = torch.tensor([*zip(*(map(check, words) for check in PROPERTIES.values()), token_bytes(tokenizer).tolist())])
-    frequent = torch.bincount(ids[~test], minlength=V).argsort(descending=True, stable=True)[:min(N_IDENTITIES, len(ids[~test].unique()))]
-    classes = torch.full((V,), -1).index_put_((frequent,), torch.arange(len(frequent)))[ids]
     K, targets = codes.size(1), torch.cat((codes[:n_ids], lexical), 1).double()[ids]
+    counts = torch.bincount(ids[~test], minlength=V)
+    frequent = counts.argsort(descending=True, stable=True)[:min(N_IDENTITIES, (counts > 0).sum())]
+    classes = torch.full((V,), -1).index_put_((frequent,), torch.arange(len(frequent)))[ids]
     truth, which = targets[test], classes[test]
-    ones = truth[:, :K].mean(0)
-    result = {"windows": len(windows), "documents": len(set(documents)), "positions_fitted": int((~test).sum()), "positions_scored": len(truth),
-              "identities": len(frequent), "code": "own" if own else "binary", "loss": losses.mean(), "depths": [], "blocks": [],
-              "chance": {"identity": ((which == 0).sum() / (which >= 0).sum()).item(), "code": (ids[test] == frequent[0]).double().mean().item(),
-                         "bit": ones.maximum(1 - ones).mean().item(), **dict.fromkeys(PROPERTIES, 0.5), "bytes": 0.0}}
-    for stream in streams:
-        found, read = read_linearly(torch.cat(stream).flatten(0, 1).double(), classes, targets, test)
+
+    def rate(found, read):
         right = (read[:, :K] > 0.5) == (truth[:, :K] > 0.5)
-        result["depths"].append({
-            "identity": (found == which)[which >= 0].double().mean().item(), "code": right.all(1).double().mean().item(),
-            "bit": right.double().mean().item(),
-            **{name: area_under_roc(read[:, K + i].numpy(), truth[:, K + i].bool().numpy()) for i, name in enumerate(PROPERTIES)},
-            "bytes": 1 - ((read[:, -1] - truth[:, -1]).var(correction=0) / truth[:, -1].var(correction=0)).item()})
-    for block in model.model.layers:
-        result["blocks"].append({})
-        for name, change in (("skipped", lambda _, inputs, output: inputs[0]),
-                             ("swapped", lambda _, inputs, output: inputs[0] + (output - inputs[0]).roll(1, 0))):
+        return {"identity": (found == which)[which >= 0].double().mean().item(), "code": right.all(1).double().mean().item(),
+                "bit": right.double().mean().item(),
+                **{name: area_under_roc(read[:, K + i].numpy(), truth[:, K + i].numpy() > 0) for i, name in enumerate(PROPERTIES)},
+                "bytes": 1 - ((read[:, -1] - truth[:, -1]).square().mean() / truth[:, -1].var(correction=0)).item()}
+
+    common = targets[~test].mean(0).expand_as(truth)  # what is said without a look at x: the fitted documents' averages
+    result = {"windows": len(windows), "positions_fitted": int((~test).sum()), "positions_scored": len(truth),
+              "identities": len(frequent), "code": "own" if own else "binary", "loss": losses.mean(),
+              "chance": rate(torch.zeros_like(which), common),
+              "depths": [rate(*read_linearly(torch.cat(s).flatten(0, 1).double(), classes, targets, test)) for s in streams]}
+    changes = {"skipped": lambda _, x, output: x[0], "swapped": lambda _, x, output: x[0] + (output - x[0]).roll(1, 0)}
+    for name, change in changes.items():
+        result[name] = []
+        for block in model.model.layers:
             with block.register_forward_hook(change):
-                result["blocks"][-1][name] = (window_losses(model, windows) - losses).mean()
+                result[name].append((window_losses(model, windows) - losses).mean())
     return result
 
 
 def draw_probe(result, path):
-    """Write the probe's figure: readouts against depth, from chance to perfect, and the loss that a change to each block costs."""
+    """Write the probe's figure: readouts against depth, and the loss that a change to each block costs."""
     import matplotlib
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
@@ -793,10 +818,12 @@ def draw_probe(result, path):
     figure, (left, right) = plt.subplots(1, 2, figsize=(8.3, 4), layout="constrained")
     for (name, chance), marker in zip(result["chance"].items(), "osD^v<>"):
         left.plot([(depth[name] - chance) / (1 - chance) for depth in result["depths"]], marker=marker, label=name)
-    left.set(xlabel="depth (blocks passed; 0 is the input)", ylabel="linear readout (0: chance, 1: perfect)", xticks=range(len(result["depths"])))
-    for i, name in enumerate(("skipped", "swapped")):
-        right.bar(np.arange(len(result["blocks"])) + 0.8 + 0.4 * i, [block[name] for block in result["blocks"]], 0.4, label=name)
-    right.set(xlabel="block", ylabel=f"increase of the held-out loss of {result['loss']:.3f} (nats)", xticks=range(1, len(result["blocks"]) + 1))
+    left.set(xlabel="depth (blocks passed; 0 is the input)", ylabel="linear readout (0: chance, 1: perfect)",
+             xticks=range(len(result["depths"])))
+    blocks = np.arange(1, len(result["skipped"]) + 1)
+    for name, offset in (("skipped", -0.2), ("swapped", 0.2)):
+        right.bar(blocks + offset, result[name], 0.4, label=name)
+    right.set(xlabel="block", ylabel=f"increase of the loss of {result['loss']:.3f} (nats per target)", xticks=blocks)
     right.legend(title="its addition to the stream is", frameon=False)
     figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=7, frameon=False)
     figure.savefig(path, dpi=200)
@@ -806,17 +833,17 @@ def command_probe(args):
     model, state = load_model(args.checkpoint, args.device)
     run, data_dir = run_directory(args.checkpoint), args.data or state["data"]
     result = probe(model, load_tokenizer(run / "tokenizer.json"), data_dir, args.positions)
-    path = run / f"probe-{state['step']:08d}.json"
-    write_whole(path, json.dumps({"checkpoint": str(args.checkpoint), "step": state["step"], "data": str(data_dir), **result}).encode())
+    facts, path = {"checkpoint": str(args.checkpoint), "step": state["step"], "data": str(data_dir)}, run / f"probe-{state['step']:08d}.json"
+    write_whole(path, json.dumps(facts | result).encode())
     draw_probe(result, path.with_suffix(".png"))
-    print(f"read linearly from the residual stream: fitted at {result['positions_fitted']:,} positions, scored at {result['positions_scored']:,} "
-          f"of other documents\n(identity among {result['identities']} ids; {result['code']} code; keyword, space first, digit: area under ROC; "
-          "bytes: R^2)\n\ndepth  " + "".join(f"{name:>13}" for name in result["chance"]))
+    print(f"linear readouts, fitted at {result['positions_fitted']:,} positions, scored at {result['positions_scored']:,} of other "
+          f"documents\n(identity among {result['identities']} ids; {result['code']} code; keyword, space first, digit: area under "
+          "the ROC curve; bytes: R^2)\n\ndepth  " + "".join(f"{name:>13}" for name in result["chance"]))
     for depth, values in (("chance", result["chance"]), *enumerate(result["depths"])):
         print(f"{depth:<7}" + "".join(f"{value:13.4f}" for value in values.values()))
-    print(f"\nheld-out loss of {result['windows']} windows: {result['loss']:.4f} nats per target; more when a block's addition to the stream is")
-    for i, block in enumerate(result["blocks"], 1):
-        print(f"block {i:<4}" + "".join(f"  {name} {increase:+.4f}" for name, increase in block.items()))
+    print(f"\nloss of the {result['windows']} windows: {result['loss']:.4f} nats per target; more where a block's addition is")
+    for i, (skipped, swapped) in enumerate(zip(result["skipped"], result["swapped"]), 1):
+        print(f"block {i:<4}  skipped {skipped:+.4f}  swapped {swapped:+.4f}")
     print(f"written to {path} and {path.with_suffix('.png')}")
 
 
@@ -829,8 +856,9 @@ A Llama-style decoder language model: {step:,} updates, input interface `{input}
 
 {about}
 """
-FIXED = """Its input table is fixed, not trained. Row t of `model.embed_tokens.weight` is the {n_bits}-bit little-endian binary code of the
-id t{recoding}, repeated {n_tile} times. `nanobit` in config.json holds what it is made of. Keep it frozen in further training."""
+FIXED = """Its input table is fixed, not trained. Row t of `model.embed_tokens.weight` is the {n_bits}-bit little-endian
+binary code of the id t{recoding}, repeated {n_tile} times. `nanobit` in config.json holds what it is made of. Keep it
+frozen in further training."""
 
 
 def export_checkpoint(path, out, dtype="float32"):
@@ -846,18 +874,20 @@ def export_checkpoint(path, out, dtype="float32"):
         weights["model.embed_tokens.weight"] = table.weight
     else:
         weights["model.embed_tokens.weight"] = table.codebook.repeat(1, table.n_tile)
-        nanobit |= {"n_bits": c.n_bits, "lift": "tile", "n_tile": table.n_tile, "code_seed": c.code_seed, "code_offset": c.code_offset,
+        nanobit |= {"n_bits": c.n_bits, "lift": "tile", "n_tile": table.n_tile, "code_seed": c.code_seed,
+                    "code_offset": c.code_offset,
                     **{name: getattr(table, name).tolist() for name in ("matrix", "offset") if hasattr(table, name)}}
         about = FIXED.format(recoding=", recoded by A c + b over GF(2)" if "matrix" in nanobit else "", **nanobit)
     tokenizer_path = run_directory(path) / "tokenizer.json"
     eot = load_tokenizer(tokenizer_path).id_to_token(eot_id)
     files = {
-        "config": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": c.vocab_size, "hidden_size": c.n_embd,
-                   "intermediate_size": c.n_ffn, "num_hidden_layers": c.n_layer, "num_attention_heads": c.n_head,
-                   "num_key_value_heads": c.n_head, "head_dim": c.n_embd // c.n_head, "hidden_act": "silu", "rms_norm_eps": c.norm_eps,
-                   "rope_theta": c.rope_theta, "max_position_embeddings": c.block_size, "tie_word_embeddings": False,
-                   "attention_bias": False, "mlp_bias": False, "bos_token_id": eot_id, "eos_token_id": eot_id, "torch_dtype": dtype,
-                   "nanobit": nanobit},
+        "config": {
+            "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": c.vocab_size, "hidden_size": c.n_embd,
+            "intermediate_size": c.n_ffn, "num_hidden_layers": c.n_layer, "num_attention_heads": c.n_head,
+            "num_key_value_heads": c.n_head, "head_dim": c.n_embd // c.n_head, "hidden_act": "silu",
+            "rms_norm_eps": c.norm_eps, "rope_theta": c.rope_theta, "max_position_embeddings": c.block_size, "tie_word_embeddings": False,
+            "attention_bias": False, "mlp_bias": False, "bos_token_id": eot_id, "eos_token_id": eot_id, "torch_dtype": dtype,
+            "nanobit": nanobit},
         "generation_config": {"bos_token_id": eot_id, "eos_token_id": eot_id},
         "tokenizer_config": {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": eot, "eos_token": eot,
                              "model_max_length": c.block_size, "clean_up_tokenization_spaces": False}}
@@ -870,31 +900,31 @@ def export_checkpoint(path, out, dtype="float32"):
     (aside / "tokenizer.json").write_bytes(tokenizer_path.read_bytes())
     (aside / "README.md").write_text(CARD.format(name=Path(out).name, about=about, **nanobit))
     aside.rename(out)
+    print(f"written to {out}")
 
 
 def read_llama_config(folder):
-    """Return (ModelConfig, config.json as a dict) of a Hugging Face Llama folder. Raises ValueError for one that the decoder does not
-    cover."""
+    """Return (ModelConfig, config.json) of a Hugging Face Llama folder. Raises ValueError for one the decoder does not cover."""
     hf = json.loads((Path(folder) / "config.json").read_text())
     rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    found = {"model_type": hf.get("model_type"), "hidden_act": hf.get("hidden_act"), "attention_bias": hf.get("attention_bias") or False,
-             "mlp_bias": hf.get("mlp_bias") or False, "rope_type": rope.get("rope_type", rope.get("type", "default"))}
-    expected = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "rope_type": "default"}
-    if wrong := [f"{key} {found[key]} (expected {expected[key]})" for key in found if found[key] != expected[key]]:
+    expected = {"model_type": "llama", "hidden_act": "silu", "mlp_bias": False, "attention_bias": False, "rope_type": "default"}
+    found = {key: hf.get(key, value) for key, value in expected.items()}
+    found["rope_type"] = rope.get("rope_type", rope.get("type", "default"))
+    if wrong := [f"{key} {found[key]} (expected {value})" for key, value in expected.items() if found[key] != value]:
         raise ValueError(f"{folder}/config.json: {', '.join(wrong)}")
     nanobit = hf.get("nanobit", {"input": "learned"})
     return ModelConfig(
-        vocab_size=hf["vocab_size"], block_size=hf["max_position_embeddings"], n_layer=hf["num_hidden_layers"], n_ffn=hf["intermediate_size"],
-        n_head=hf["num_attention_heads"], n_embd=hf["hidden_size"], norm_eps=hf["rms_norm_eps"],
-        rope_theta=float(rope.get("rope_theta") or hf.get("rope_theta") or 10_000),
+        vocab_size=hf["vocab_size"], block_size=hf["max_position_embeddings"], n_layer=hf["num_hidden_layers"],
+        n_head=hf["num_attention_heads"], n_embd=hf["hidden_size"], n_ffn=hf["intermediate_size"],
+        norm_eps=hf["rms_norm_eps"], rope_theta=float(rope.get("rope_theta") or hf.get("rope_theta") or 10_000),
         **{key: nanobit[key] for key in ("input", "code_seed", "code_offset") if key in nanobit}), hf
 
 
 def import_folder(folder, out):
     """Write a Hugging Face Llama folder as a checkpoint in the run directory out; return its path.
 
-    A model of ours keeps its interface. Any other Llama becomes a learned one, its shared key/value heads and a tied table written
-    out, which changes no logit. Raises ValueError for an input matrix that is not the code that config.json claims.
+    A model of ours keeps its interface. Any other Llama becomes a learned one, its shared key/value heads and a tied table
+    written out, which changes no logit. Raises ValueError for an input matrix that is not the code that config.json claims.
     """
     from safetensors.torch import load_file
     config, hf = read_llama_config(folder)
@@ -914,10 +944,11 @@ def import_folder(folder, out):
         recoding = {name: np.array(nanobit[name], np.uint8) for name in ("matrix", "offset") if name in nanobit}
         codes = binary_codes(config.vocab_size)
         codes = recode(codes, **recoding) if recoding else codes
-        weights |= {f"model.embed_tokens.{name}": torch.from_numpy(array) for name, array in {"codebook": codes, **recoding}.items()}
+        for name, array in {"codebook": codes, **recoding}.items():
+            weights[f"model.embed_tokens.{name}"] = torch.from_numpy(array)
         if not torch.equal(table, torch.from_numpy(codes).float().repeat(1, C // config.n_bits)):
-            raise ValueError(f"{folder}: model.embed_tokens.weight is not the {config.input} code that config.json claims; take nanobit "
-                             "out of config.json to import it as a learned table")
+            raise ValueError(f"{folder}: model.embed_tokens.weight is not the {config.input} code that config.json claims; "
+                             "take nanobit out of config.json to import it as a learned table")
     try:
         with torch.device("meta"):
             Decoder(config).load_state_dict(weights, assign=True)
@@ -931,8 +962,9 @@ def import_folder(folder, out):
     write_whole(path.parent / "tokenizer.json", tokenizer_path.read_bytes())
     torch.save({"step": nanobit.get("step", 0), "model": weights, "model_config": asdict(config), "data": "",
                 "eot_id": hf["eos_token_id"] if hf.get("bos_token_id") is None else hf["bos_token_id"],
-                "tokenizer_sha256": hashlib.sha256(tokenizer_path.read_bytes()).hexdigest()}, path.with_suffix(".tmp"))
+                "tokenizer_sha256": sha256(tokenizer_path.read_bytes())}, path.with_suffix(".tmp"))
     path.with_suffix(".tmp").rename(path)
+    print(f"written to {path}")
     return path
 
 
@@ -950,38 +982,38 @@ def parse_args():
             sub.add_argument(argument, metavar=metavar, nargs=nargs)
         return sub
 
-    cuda, dtypes = torch.cuda.is_available(), ("float32", "bfloat16")
+    cuda, plain = torch.cuda.is_available(), "(default: %(default)s)"
     score = command("score", "held-out loss, or benchmarks", command_score, ("checkpoints", "CHECKPOINT", "*"))
-    score.add_argument("--hf", action="append", default=[], metavar="NAME", help="score a Hugging Face model too: hub name or folder")
+    score.add_argument("--hf", action="append", default=[], metavar="NAME", help="Hugging Face model, a hub name or folder")
     score.add_argument("--data", help="held-out: prepared data directory (default: the one the run was trained on)")
     score.add_argument("--suite", choices=SUITES, help="benchmarks: the paper's ten tasks, MMLU also with five examples")
     score.add_argument("--tasks", help="benchmarks: the harness's names, separated by commas")
     score.add_argument("--num_fewshot", type=int, help="worked examples with --tasks (default: the task's own number)")
     score.add_argument("--limit", type=int, help="the first documents of each task only")
-    score.add_argument("--data_dir", metavar="DIR", help="hub-shaped copies of the benchmarks' data (default: the hub and its cache)")
+    score.add_argument("--data_dir", metavar="DIR", help="hub-shaped copies of the benchmarks' data (default: the hub)")
     score.add_argument("--include_path", metavar="DIR", help="further task YAML files")
     score.add_argument("--max_length", type=int, help=f"positions (default: the smaller of {MAX_LENGTH} and the model's own)")
-    score.add_argument("--batch_tokens", type=int, default=65_536 if cuda else 8192, help="positions at a time, halved where memory "
-                       "does not suffice (default: %(default)s)")
+    score.add_argument("--batch_tokens", type=int, default=65_536 if cuda else 8192, help=f"positions at a time {plain}")
     score.add_argument("--no_share", action="store_true", help="run every distinct input whole, sharing no prefix")
     sample = command("sample", "continue prompts", command_sample, ("checkpoint", "CHECKPOINT", None))
     sample.add_argument("--prompt", nargs="+", default=["def main():\n"], help="texts to continue")
-    sample.add_argument("--num_samples", type=int, default=1, help="continuations of each prompt (default: %(default)s)")
-    sample.add_argument("--max_new_tokens", type=int, default=200, help="tokens a continuation (default: %(default)s)")
-    sample.add_argument("--temperature", type=float, default=0.8, help="0 takes the most probable (default: %(default)s)")
-    sample.add_argument("--top_k", type=int, default=50, help="sample among the k most probable (default: %(default)s)")
-    sample.add_argument("--seed", type=int, default=1, help="of the first continuation, then counted up (default: %(default)s)")
+    sample.add_argument("--num_samples", type=int, default=1, help=f"continuations of each prompt {plain}")
+    sample.add_argument("--max_new_tokens", type=int, default=200, help=f"tokens a continuation {plain}")
+    sample.add_argument("--temperature", type=float, default=0.8, help=f"0 takes the most probable {plain}")
+    sample.add_argument("--top_k", type=int, default=50, help=f"sample among the k most probable {plain}")
+    sample.add_argument("--seed", type=int, default=1, help=f"of the first continuation, then counted up {plain}")
     prober = command("probe", "what each depth holds", command_probe, ("checkpoint", "CHECKPOINT", None))
     prober.add_argument("--data", help="prepared data directory (default: the one the run was trained on)")
-    prober.add_argument("--positions", type=int, default=16_384, help="held-out positions to look at (default: %(default)s)")
-    export = command("export", "write a Hugging Face Llama folder", lambda args: export_checkpoint(args.checkpoint, args.out, args.dtype),
+    prober.add_argument("--positions", type=int, default=16_384, help=f"held-out positions to look at {plain}")
+    export = command("export", "write a Hugging Face Llama folder",
+                     lambda args: export_checkpoint(args.checkpoint, args.out, args.dtype),
                      ("checkpoint", "CHECKPOINT", None), ("out", "DIR", None))
-    command("import", "make a checkpoint of a Hugging Face Llama folder", lambda args: print(f"written to {import_folder(args.folder, args.out)}"),
-            ("folder", "DIR", None), ("out", "RUN", None))
+    command("import", "make a checkpoint of a Hugging Face Llama folder",
+            lambda args: import_folder(args.folder, args.out), ("folder", "DIR", None), ("out", "RUN", None))
     for sub in (score, sample, prober):
-        sub.add_argument("--device", default="cuda" if cuda else "cpu", help="cpu or cuda[:N] (default: %(default)s)")
+        sub.add_argument("--device", default="cuda" if cuda else "cpu", help=f"cpu or cuda[:N] {plain}")
     for sub in (score, export):
-        sub.add_argument("--dtype", choices=dtypes, default="float32", help="of the weights, and what is computed with them (default: %(default)s)")
+        sub.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help=f"of the weights {plain}")
     args = parser.parse_args()
     if args.run is command_score:
         if not args.checkpoints and not args.hf:

@@ -343,7 +343,7 @@ def test_long_and_empty_continuations(binary):
 
 
 def test_max_length_beyond_the_model_is_refused(binary):
-    with pytest.raises(ValueError, match=f"--max_length={T + 1}: .* takes 1 to {T} positions"):
+    with pytest.raises(ValueError, match=f"--max_length={T + 1}: .* takes 1 to {T}"):
         HarnessLM(binary, max_length=T + 1)
 
 
@@ -399,7 +399,7 @@ def test_truncated_requests_of_mmlu_are_counted():
         lm.score = lambda pairs: [(-1.0, False)] * len(pairs)
         tasks, groups = evaluate.run_tasks(lm, loaded, limit=1)
         assert sum(task["n_truncated"] for task in tasks.values()) == expected and len(groups["mmlu"]["tasks"]) == 57
-    assert {task["num_fewshot"] for task in tasks.values()} == {5} and [name for name, g in groups.items() if g["top"]] == ["mmlu"]
+    assert {task["num_fewshot"] for task in tasks.values()} == {5} and list(groups) == ["mmlu"]
 
 
 # ---------------------------------------------------------------------------------------------- tasks of our own
@@ -433,6 +433,12 @@ def own_tasks(tasks_dir):
     return load
 
 
+def no_tasks():
+    """The harness's index without its own 14,000 files, which it would read even for tasks that are given as objects."""
+    from lm_eval.tasks import TaskManager
+    return TaskManager(include_defaults=False)
+
+
 def test_metrics_are_the_harness_s_own(binary, own_tasks):
     """All kinds of request, against lm_eval.simple_evaluate with a plain one-by-one LM."""
     import lm_eval
@@ -442,7 +448,7 @@ def test_metrics_are_the_harness_s_own(binary, own_tasks):
             return [HarnessLM.score(HarnessLM(binary, share=False), [pair])[0] for pair in pairs]
     names = ("own_choice", "own_word", "own_page")
     tasks, _ = evaluate.run_tasks(HarnessLM(binary), own_tasks(*names))
-    results = lm_eval.simple_evaluate(OneByOne(binary), tasks=list(own_tasks(*names)["tasks"].values()), bootstrap_iters=evaluate.BOOTSTRAP_ITERS)["results"]
+    results = lm_eval.simple_evaluate(OneByOne(binary), tasks=list(own_tasks(*names)["tasks"].values()), bootstrap_iters=evaluate.BOOTSTRAP_ITERS, task_manager=no_tasks())["results"]
     for name in names:
         for metric, value in tasks[name]["metrics"].items():
             theirs = results[name][f"{metric},none"]
@@ -471,7 +477,7 @@ def test_harness_caches_work(binary, own_tasks, tmp_path, monkeypatch):
     import lm_eval.caching.cache
     monkeypatch.setattr(lm_eval.caching.cache, "PATH", str(tmp_path))
     first, second = [lm_eval.simple_evaluate(HarnessLM(binary), tasks=list(own_tasks("own_choice", "own_text")["tasks"].values()), cache_requests=True,
-                                             log_samples=True, use_cache=str(tmp_path / "cache"), bootstrap_iters=0) for _ in range(2)]
+                                             log_samples=True, use_cache=str(tmp_path / "cache"), bootstrap_iters=0, limit=2, task_manager=no_tasks()) for _ in range(2)]
     assert first["results"] == second["results"]
     assert [s["resps"] for s in first["samples"]["own_choice"]] == [s["resps"] for s in second["samples"]["own_choice"]]
 
@@ -645,8 +651,8 @@ def test_sampling(make_run, monkeypatch, capsys):
 def test_ids_without_a_token_are_never_sampled(make_run, monkeypatch):
     """GN-03: a head of 512 rows, a tokenizer of 320 ids."""
     candidate = evaluate.open_checkpoint(make_run("binary"), "cpu", "float32")
-    ids = [i for seed in range(50) for i in candidate.generate([5], 40, 5.0, None, torch.Generator().manual_seed(seed))]
-    assert len(ids) > 1000 and max(ids) < candidate.n_ids == 320 and candidate.decode(ids)
+    ids = [i for seed in range(8) for i in candidate.generate([5], 60, 5.0, None, torch.Generator().manual_seed(seed))]
+    assert len(ids) > 100 and max(ids) < candidate.n_ids == 320 and candidate.decode(ids)
 
 
 @pytest.mark.parametrize("pieces", ((7,), (3, 4), (1, 6)))

@@ -95,7 +95,7 @@ def test_losses_are_the_models(data_dir):
 @pytest.mark.parametrize("config", [{"input": "binary"}, {"input": "gf2"}, {"input": "gf2", "code_seed": 5, "code_offset": "random"}])
 def test_fixed_codes_are_perfectly_readable_at_the_input(data_dir, tokenizer, config):
     result = look(data_dir, tokenizer, **config)
-    assert result["code"] == "own" and len(result["depths"]) == 3 and len(result["blocks"]) == 2
+    assert result["code"] == "own" and len(result["depths"]) == 3 and len(result["skipped"]) == len(result["swapped"]) == 2
     assert (result["depths"][0]["identity"], result["depths"][0]["code"], result["depths"][0]["bit"]) == (1, 1, 1)
     assert 0 < result["chance"]["identity"] < 0.3 and 0.5 <= result["chance"]["bit"] < 1 and result["chance"]["code"] < 0.3
 
@@ -137,8 +137,8 @@ def test_blocks_that_add_nothing_can_be_skipped_and_swapped(data_dir, tokenizer)
         model.model.layers[1].mlp.down_proj.weight.zero_()
         model.model.layers[0].mlp.down_proj.weight.mul_(300)  # at the start a block adds little
     result = look(data_dir, tokenizer, mute, input="binary")
-    assert result["blocks"][1] == {"skipped": 0, "swapped": 0}
-    assert all(abs(increase) > 1e-5 for increase in result["blocks"][0].values())
+    assert result["skipped"][1] == result["swapped"][1] == 0
+    assert abs(result["skipped"][0]) > 1e-5 < abs(result["swapped"][0])
 
 
 def test_a_block_that_adds_the_same_everywhere_can_be_swapped_but_not_skipped(data_dir, tokenizer):
@@ -146,7 +146,7 @@ def test_a_block_that_adds_the_same_everywhere_can_be_swapped_but_not_skipped(da
         block = model.model.layers[0]
         block.register_forward_hook(lambda _, inputs, output: inputs[0] + 5 * torch.linspace(-1, 1, 36))  # before the probe's own hook
     result = look(data_dir, tokenizer, constant, input="binary")
-    assert abs(result["blocks"][0]["swapped"]) < 1e-5 < 1e-3 < abs(result["blocks"][0]["skipped"])
+    assert abs(result["swapped"][0]) < 1e-5 < 1e-3 < abs(result["skipped"][0])
 
 
 @pytest.mark.parametrize("input", INPUTS)
@@ -167,7 +167,7 @@ def test_command_on_a_real_run(data_dir, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["evaluate.py", "probe", f"{tmp_path}/run", "--positions=2048"])
     evaluate.main()
     text, result = capsys.readouterr().out, json.loads((tmp_path / "run/probe-00000010.json").read_text())
-    assert f"{result['loss']:.4f}" in text and f"block 2     skipped {result['blocks'][1]['skipped']:+.4f}" in text and "chance" in text
+    assert f"{result['loss']:.4f}" in text and f"block 2     skipped {result['skipped'][1]:+.4f}" in text and "chance" in text
     assert (tmp_path / "run/probe-00000010.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 

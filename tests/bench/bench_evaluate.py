@@ -66,7 +66,8 @@ def main():
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--docs", type=int, default=40)
     parser.add_argument("--tasks", default=",".join(FULL_SETS))
-    parser.add_argument("--batch_sizes", default="8,16,32")
+    parser.add_argument("--batch_sizes", default="4,8,16,32", help="of the hf backend")
+    parser.add_argument("--no_plain", action="store_true", help="leave our own plain path out")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
@@ -81,14 +82,14 @@ def main():
     ratios = {}
     for task in args.tasks.split(","):
         requests = requests_of(task, 2 if task == "wikitext" else args.docs, args.data_dir)
+        sizes = [int(n) for n in args.batch_sizes.split(",")]
         if task == "wikitext":
-            ways = {f"hf {n}": (lambda n=n: (setattr(hf, "batch_size_per_gpu", n), hf.loglikelihood_rolling(requests))) for n in (1, 2)}
+            ways = {f"hf {n}": (lambda n=n: (setattr(hf, "batch_size_per_gpu", n), hf.loglikelihood_rolling(requests))) for n in sizes}
         else:
             pairs = [(request.args, *hf._encode_pair(*request.args)) for request in requests]
-            sizes = (1, 4) if task == "mmlu_5shot" else [int(n) for n in args.batch_sizes.split(",")]
             ways = {f"hf {n}": (lambda n=n: hf._loglikelihood_tokens(pairs, override_bs=n)) for n in sizes}
         for name, candidate in candidates.items():
-            for share in (True, False):
+            for share in (True,) if args.no_plain else (True, False):
                 def run(candidate=candidate, share=share):
                     lm = evaluate.HarnessLM(candidate, args.device, share=share)
                     return lm.loglikelihood_rolling(requests) if task == "wikitext" else lm._loglikelihood_tokens(pairs)
