@@ -1,24 +1,24 @@
 """Compare training runs, or benchmark scores: tables, paired statistics and figures.
 
-Everything is paired. Models that answered the same questions are compared question by question, interfaces on the same validation
-documents, and seed by seed (the same initial body and training windows): what both sides share cancels, and most noise is shared.
+What both sides of a comparison share cancels, and most noise is shared: which questions were asked, which documents
+were held out, which weights and windows a seed drew. So everything is paired, which the paper does not do.
 
-    scores    difference of the first file to each other one, by task: mean over documents, with a paired bootstrap interval
-                accuracies       exact McNemar test: of the b + c documents that one model alone has right, b ~ Binomial(b + c, 1/2)
-                log-likelihoods  paired bootstrap test of the mean difference (of bits per byte, for a page: a ratio of two sums)
-                across tasks     Holm's correction, for the tests of one kind on one pair of models
-    runs      difference of each input interface to --baseline in held-out loss, with two intervals
-                seeds            Student's t of the differences of single seeds: what other weights and windows might give
-                documents        paired bootstrap of whole documents, losses averaged over seeds: what other documents might give
+    scores    of each task, the difference of the first file to each other one on the same documents
+              accuracies       exact McNemar test: of b + c documents that one alone has right, b ~ Binomial(b + c, 1/2)
+              log-likelihoods  paired bootstrap of the mean difference (of bits per byte, for a page: a ratio of sums)
+              across tasks     Holm's correction, for the tests of one kind on one pair of models
+    runs      of each input interface, the difference to --baseline in held-out loss, with two intervals
+              seeds            Student's t over the differences of single seeds: other weights and windows
+              documents        paired bootstrap of documents, losses averaged over the seeds: other documents
 
 Usage:
-    python compare.py out/smoke-*                          runs: every interface against --baseline=learned
-    python compare.py out/depth-* --by=n_layer             the same at several depths
-    python compare.py out/paper-learned-s1/paper-00381470.json out/paper-binary-s1/paper-00381470.json --published=binary,gf2
+    python compare.py out/smoke-*                      runs: every interface against --baseline=learned
+    python compare.py out/depth-* --by=n_layer         the same at several depths
+    python compare.py A.json B.json --format=markdown --published=binary,gf2
 
-Reads files that evaluate.py score --suite or --tasks wrote, or run directories (config.json, log.jsonl, the newest heldout-STEP.json
-of evaluate.py score). Prints text, Markdown or JSON; of runs, also writes comparison.md, comparison.json and PNG figures to --out.
-Refuses models that did not see the same documents and prompts, and runs that differ in more than their input and seed.
+Reads run directories (config.json, log.jsonl, the newest heldout-STEP.json), or files that evaluate.py score --suite
+or --tasks wrote. Prints text, Markdown or JSON; of runs, writes comparison.md, comparison.json and PNG figures to --out.
+Refuses models that did not see the same documents and prompts, and runs that differ in more than input and seed.
 """
 
 import argparse
@@ -40,7 +40,8 @@ PUBLISHED = {
         "lambada_openai": {"acc": 42.75, "perplexity": 17.91}, "arc_easy": {"acc": 67.59, "acc_norm": 61.53},
         "arc_challenge": {"acc": 32.34, "acc_norm": 34.04}, "winogrande": {"acc": 55.33},
         "openbookqa": {"acc": 28.20, "acc_norm": 38.00}, "commonsense_qa": {"acc": 20.56}, "mmlu": {"acc": 25.88},
-        "mmlu_5shot": {"acc": 25.57}, "wikitext": {"word_perplexity": 18.58, "byte_perplexity": 1.73, "bits_per_byte": 0.79}},
+        "mmlu_5shot": {"acc": 25.57},
+        "wikitext": {"word_perplexity": 18.58, "byte_perplexity": 1.73, "bits_per_byte": 0.79}},
     "gf2": {"hellaswag": {"acc_norm": 51.44}, "piqa": {"acc": 71.16}, "lambada_openai": {"acc": 42.29}},
     "SmolLM2-135M": {"hellaswag": {"acc_norm": 43.02}},
     "SmolLM2-360M": {"hellaswag": {"acc_norm": 56.28}},
@@ -49,14 +50,15 @@ PUBLISHED = {
 INPUT_FIELDS = {"code_seed": ("seed {}", None), "code_offset": ("offset {}", "0"), "code_values": ("{}", "01"),
                 "code_scale": ("scale {}", "1"), "lift": ("{}", "tile"), "table_free": ("table-free", "False")}
 # What else may differ between runs: where and how they ran, what they reported. All other fields are the experiment.
-FREE = {"input", "seed", *INPUT_FIELDS, "preset", "data", "out", "device", "micro_batch", "checkpoint_activations", "compile",
-        "eval_every", "save_every", "log_every", "keep", "resume", "dry_run", "initial_body_sha256", "parameters", "code_report"}
+FREE = {"input", "seed", *INPUT_FIELDS, "preset", "data", "out", "device", "micro_batch", "checkpoint_activations",
+        "compile", "eval_every", "save_every", "log_every", "keep", "resume", "dry_run", "initial_body_sha256",
+        "parameters", "code_report"}
 # Colours that colour-blind eyes tell apart (Okabe and Ito, 2008), one for each kind of input; dashes for its variants.
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#777777")
 DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)))
 STYLE = {"font.size": 9.5, "axes.titlesize": 10, "axes.titlelocation": "left", "axes.spines.top": False,
-         "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3, "axes.axisbelow": True, "legend.frameon": False,
-         "savefig.dpi": 200}
+         "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3, "axes.axisbelow": True,
+         "legend.frameon": False, "savefig.dpi": 200}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -81,8 +83,8 @@ def paired_bootstrap(difference, weight, resamples, seed=0):
 
     Args:
         difference, weight: float64 [n], of each document; weight 1 gives the mean.
-    The interval is the percentile interval (Efron 1979). p is two-sided: twice the share of resamples on the far side of 0, each
-    side counting itself once (Davison and Hinkley 1997, 4.2.3), so it is never 0. Without any difference p = 1.
+    The interval is the percentile interval (Efron 1979). p is two-sided: twice the share of resamples on the far side
+    of 0, each side counting itself once (Davison and Hinkley 1997, 4.2.3), so it is never 0. Without any difference p = 1.
     """
     if not difference.any():
         return 0.0, 0.0, 1.0
@@ -97,7 +99,7 @@ def paired_bootstrap(difference, weight, resamples, seed=0):
 
 
 def holm(p_values):
-    """Return p values corrected for their number, in their order: the i-th smallest times n - i, monotone (Holm 1979)."""
+    """Return p values corrected for their number, in order: the i-th smallest times n - i, monotone (Holm 1979)."""
     order = np.argsort(p_values, kind="stable")
     n, corrected = len(order), np.empty(len(order))
     corrected[order] = np.minimum(1, np.maximum.accumulate((n - np.arange(n)) * np.array(p_values)[order]))
@@ -108,7 +110,7 @@ def format_table(header, rows, markdown, left=1):
     """Return a table of strings, as Markdown or in aligned columns; the first `left` columns are flush left."""
     lines, widths = [], [max(map(len, column)) for column in zip(header, *rows)]
     for row in [header, *rows]:
-        cells = [cell.ljust(width) if i < left else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths))]
+        cells = [cell.ljust(widths[i]) if i < left else cell.rjust(widths[i]) for i, cell in enumerate(row)]
         lines.append("| " + " | ".join(cells) + " |" if markdown else "  ".join(cells).rstrip())
     if markdown:
         lines.insert(1, "| " + " | ".join("---" if i < left else "---:" for i in range(len(header))) + " |")
@@ -136,9 +138,9 @@ def read_scores(path):
 
 
 def name_models(files):
-    """Return a short, distinct name for each file: the model's, with its step or the file's path where that is not enough."""
+    """Return a short, distinct name for each file: the model's, or the file's path where that is not enough."""
     names = [Path(scores["name"]).name.removesuffix(".pt") for scores in files]
-    return [name if names.count(name) == 1 else scores["path"].removesuffix(".json") for name, scores in zip(names, files)]
+    return [name if names.count(name) == 1 else f["path"].removesuffix(".json") for name, f in zip(names, files)]
 
 
 def list_rows(scores):
@@ -149,7 +151,7 @@ def list_rows(scores):
 
 
 def check_same(files):
-    """Return remarks on what differs between files. Raises ValueError where a task they share has other prompts or documents."""
+    """Return remarks on what differs between files. Raises ValueError if a task has other prompts or documents."""
     first, remarks = files[0], []
     for other in files[1:]:
         shared = [task for task in first["tasks"] if task in other["tasks"]]
@@ -157,14 +159,15 @@ def check_same(files):
                   for key in ("prompts_sha256", "tokens_sha256", "version", "n_truncated")}
         if tasks := differ["prompts_sha256"]:
             listed = ", ".join(tasks[:5]) + (" and others" if len(tasks) > 5 else "")
-            raise ValueError(f"{other['path']} and {first['path']} did not see the same documents and prompts in {listed}; "
-                             "score both alike (--limit, --num_fewshot, --data_dir)")
+            raise ValueError(f"{other['path']} and {first['path']} did not see the same documents and prompts in "
+                             f"{listed}; score both alike (--limit, --num_fewshot, --data_dir)")
         if not shared:
             raise ValueError(f"{other['path']} and {first['path']} have no task in common")
         told = [f"{key}: {first['protocol'][key]} there, {other['protocol'][key]} here"
                 for key in ("dtype", "max_length", "lm_eval") if first["protocol"][key] != other["protocol"][key]]
-        words = {"tokens_sha256": "token ids", "version": "task versions", "n_truncated": "numbers of truncated requests"}
-        told += [f"other {what} in {len(differ[key])} of {len(shared)} tasks" for key, what in words.items() if differ[key]]
+        words = {"tokens_sha256": "token ids", "version": "task versions",
+                 "n_truncated": "numbers of truncated requests"}
+        told += [f"other {words[key]} in {len(differ[key])} of {len(shared)} tasks" for key in words if differ[key]]
         missing = sorted(set(list_rows(first)) ^ set(list_rows(other)))
         told += [f"in one only: {', '.join(missing)}"] if missing else []
         remarks += [f"{other['path']}, against {first['path']}: {'; '.join(told)}"] if told else []
@@ -185,15 +188,18 @@ def read_paired(first, other, tasks, metric):
         both.append(rows)
     keys = [key for key in both[0] if key in both[1] and both[0][key] is not None and both[1][key] is not None]
     if metric == "bits_per_byte":
-        return [np.array([(-rows[key][0] / math.log(2), rows[key][1]) for key in keys], float).reshape(-1, 2) for rows in both]
-    return [np.array([(rows[key], 1) for key in keys], float).reshape(-1, 2) for rows in both]
+        pairs = [[(-rows[key][0] / math.log(2), rows[key][1]) for key in keys] for rows in both]
+    else:
+        pairs = [[(rows[key], 1) for key in keys] for rows in both]
+    return [np.array(rows, float).reshape(-1, 2) for rows in pairs]
 
 
 def compare_pair(first, other, resamples):
     """Return the paired comparisons of two files: a list of dicts, one for each task and metric that both have.
 
-    Keys: task, metric, n (documents), first, other, difference (other - first), low, high (95 %), test, p, p_holm; for accuracies
-    also only_first, only_other (documents that one alone has right). Accuracies are shares, log-likelihoods nats a document.
+    Keys: task, metric, n (documents), first, other, difference (other - first), low, high (95 %), test, p, p_holm; for
+    accuracies also only_first, only_other (documents that one alone has right). Accuracies are shares, log-likelihoods
+    nats a document.
     """
     results = []
     for task, (tasks, _) in list_rows(first).items():
@@ -220,7 +226,7 @@ def compare_pair(first, other, resamples):
 
 
 def format_value(metric, value, error=None):
-    """Return a metric as the paper prints it: accuracies in percent with their standard error, the others as they are."""
+    """Return a metric as the paper prints it: accuracies in percent with their standard error, others as they are."""
     if value is None:
         return "-"
     scale = 1 if metric in LOWER_IS_BETTER else 100
@@ -228,18 +234,19 @@ def format_value(metric, value, error=None):
 
 
 def compare_scores(paths, published=(), resamples=10_000):
-    """Return the comparison of scores files as plain values: the metrics of each, the paper's, and the first against each other one."""
+    """Return the comparison of scores files as plain values: the metrics of each, and the first against each other."""
     files = [read_scores(path) for path in paths]
     remarks, names = check_same(files), name_models(files)
     return {"models": names, "files": [scores["path"] for scores in files], "remarks": remarks,
-            "metrics": {name: {task: metrics for task, (_, metrics) in list_rows(scores).items()} for name, scores in zip(names, files)},
+            "metrics": {name: {task: metrics for task, (_, metrics) in list_rows(scores).items()}
+                        for name, scores in zip(names, files)},
             "published": {name: PUBLISHED[name] for name in published},
             "pairs": [{"first": names[0], "other": name, "tests": compare_pair(files[0], other, resamples)}
                       for name, other in zip(names[1:], files[1:])]}
 
 
 def build_table(result):
-    """Return (header, rows) of strings: a row for each task and metric, a column for each model, then the paper's own columns."""
+    """Return (header, rows) of strings: a row for each task and metric, a column for each model, then the paper's."""
     rows = []
     for task in dict.fromkeys(task for tasks in result["metrics"].values() for task in tasks):
         metrics = [tasks.get(task, {}) for tasks in result["metrics"].values()]
@@ -247,7 +254,7 @@ def build_table(result):
             if any(metric in values for values in metrics):
                 paper = [tasks.get(task, {}).get(metric) for tasks in result["published"].values()]
                 rows.append([task, metric + (" (lower is better)" if metric in LOWER_IS_BETTER else ", %"),
-                             *(format_value(metric, values.get(metric), values.get(f"{metric}_stderr")) for values in metrics),
+                             *(format_value(metric, m.get(metric), m.get(f"{metric}_stderr")) for m in metrics),
                              *("-" if value is None else f"{value:.2f}" for value in paper)])
     return ["task", "metric", *result["models"], *(f"paper: {name}" for name in result["published"])], rows
 
@@ -262,7 +269,8 @@ def build_statistics(results):
                      f"[{scale * r['low']:+.3f}, {scale * r['high']:+.3f}]",
                      f"{r['only_first']} / {r['only_other']}" if "only_first" in r else "", r["test"], f"{r['p']:.4g}",
                      f"{r['p_holm']:.4g}"])
-    return ["task", "metric", "documents", "difference", f"{LEVEL:.0%} interval", "only first / other right", "test", "p", "p (Holm)"], rows
+    return ["task", "metric", "documents", "difference", f"{LEVEL:.0%} interval", "only first / other right", "test",
+            "p", "p (Holm)"], rows
 
 
 def describe_scores(result, markdown):
@@ -297,12 +305,12 @@ def read_run(path):
     path = Path(path)
     if not (path / "config.json").exists():
         raise FileNotFoundError(f"{path}: no config.json; name run directories that train.py wrote")
-    config, rows, scores = read_json(path / "config.json"), read_json(path / "log.jsonl"), sorted(path.glob("heldout-*.json"))
-    heldout = read_json(scores[-1]) if scores else {"step": 0}
+    config, rows = read_json(path / "config.json"), read_json(path / "log.jsonl")
+    heldout = read_json(scores[-1]) if (scores := sorted(path.glob("heldout-*.json"))) else {"step": 0}
     done, scored = max((row["targets"] for row in rows), default=0), heldout["step"] * config["tokens_per_step"]
     if done < config["max_targets"] or scored != done:
-        raise ValueError(f"{path}: {done:,} of {config['max_targets']:,} targets trained, {scored:,} at its held-out score; "
-                         f"train.py --resume finishes it, python evaluate.py score {path} scores it")
+        raise ValueError(f"{path}: {done:,} of {config['max_targets']:,} targets trained, {scored:,} at its held-out "
+                         f"score; finish it with train.py --resume, and score it with python evaluate.py score {path}")
     return {"path": str(path), "label": label(config), "config": config, "heldout": heldout,
             "curve": {row["targets"]: row["val_loss"] for row in rows if "val_loss" in row},
             "documents": np.array([[d["targets"], d["nats"]] for d in heldout["documents"]], float),
@@ -314,7 +322,8 @@ def check_same_experiment(runs, by):
     first, starts = runs[0], {}
     for run in runs:
         a, b = first["config"], run["config"]
-        differing = [f"{key} {a.get(key)} / {b.get(key)}" for key in sorted({*a, *b} - FREE - {by}) if a.get(key) != b.get(key)]
+        differing = [f"{key} {a.get(key)} / {b.get(key)}" for key in sorted({*a, *b} - FREE - {by})
+                     if a.get(key) != b.get(key)]
         start = starts.setdefault((b["seed"], b.get(by)), run)
         if b["initial_body_sha256"] != start["config"]["initial_body_sha256"]:
             differing.append(f"initial_body_sha256 of seed {b['seed']} (the first is that of {start['path']})")
@@ -339,19 +348,20 @@ def compare_runs(paths, baseline="learned", by=None, resamples=10_000):
     for run in runs:
         seeds = groups.setdefault((run["config"].get(by), run["label"]), {})
         if (twin := seeds.setdefault(run["config"]["seed"], run)) is not run:
-            raise ValueError(f"{twin['path']} and {run['path']} have the same interface ({run['label']}) and seed; leave one out")
+            raise ValueError(f"{twin['path']} and {run['path']} are both {run['label']} of seed {run['config']['seed']}"
+                             "; leave one out")
     weights, names = runs[0]["documents"][:, 0], [baseline, *(name for _, name in groups)]  # the baseline gets black
     result = {"baseline": baseline, "by": by, "level": LEVEL, "resamples": resamples, "documents": len(weights),
               "targets": int(weights.sum()), "heldout_dtype": runs[0]["heldout"]["dtype"],
-              "experiment": {key: value for key, value in runs[0]["config"].items() if key not in FREE | {by}}, "groups": []}
+              "experiment": {key: v for key, v in runs[0]["config"].items() if key not in FREE | {by}}, "groups": []}
     for value, name in sorted(groups, key=lambda group: (names.index(group[1]), group[0])):
         seeds, base = dict(sorted(groups[value, name].items())), groups.get((value, baseline), {})
         pairs = [(run, base[seed]) for seed, run in seeds.items() if seed in base]
         if not pairs:
-            there = ", ".join(f"{other} (seeds {sorted(groups[at, other])})" for at, other in groups if at == value)
-            raise ValueError(f"--baseline={baseline}: no run of it to pair with {name}" + (f" at {by}={value}" if by else "")
-                             + f"; there are {there}")
-        losses = [run["heldout"]["loss"] for run in seeds.values()]
+            at, there = f" at {by}={value}" if by else "", [f"{other} (seeds {sorted(seeds)})" for (v, other), seeds
+                                                            in groups.items() if v == value]
+            raise ValueError(f"--baseline={baseline}: no run to pair with {name}{at}; there are {', '.join(there)}")
+        config, losses = pairs[0][0]["config"], [run["heldout"]["loss"] for run in seeds.values()]
         differences = [a["heldout"]["loss"] - b["heldout"]["loss"] for a, b in pairs]
         nats = np.mean([a["documents"][:, 1] - b["documents"][:, 1] for a, b in pairs], axis=0)
         points = sorted(set.intersection(*(set(run["curve"]) for run in [*seeds.values(), *base.values()])))
@@ -362,7 +372,7 @@ def compare_runs(paths, baseline="learned", by=None, resamples=10_000):
                  "curve_losses": [[run["curve"][t] for t in points] for run in seeds.values()],
                  "curve_differences": [[a["curve"][t] - b["curve"][t] for t in points] for a, b in pairs],
                  "targets_per_second": np.mean([run["targets_per_second"] for run in seeds.values()]).item(),
-                 "parameters": pairs[0][0]["config"].get("parameters"), "code_report": pairs[0][0]["config"].get("code_report")}
+                 "parameters": config.get("parameters"), "code_report": config.get("code_report")}
         group["loss"], group["loss_interval"] = student_interval(losses)
         group["difference"], group["seed_interval"] = student_interval(differences)
         result["groups"].append(group)
@@ -371,27 +381,28 @@ def compare_runs(paths, baseline="learned", by=None, resamples=10_000):
 
 def describe_runs(result, markdown):
     """Return the report of compare_runs' result: losses and differences, what they mean, sizes and speed."""
-    e, base, level, losses, sizes = result["experiment"], result["baseline"], f"{LEVEL:.0%}", [], []
+    e, base, by, losses, sizes = result["experiment"], result["baseline"], result["by"], [], []
     for g in result["groups"]:
         d, half, (low, high), n = g["difference"], g["seed_interval"], g["document_interval"], g["parameters"] or {}
-        over_seeds = "one seed" if half is None else f"{d - half:+.4f} to {d + half:+.4f}"
-        losses.append([g["name"], str(len(g["seeds"])), f"{g['loss']:.4f}" + (f" ±{g['loss_interval']:.4f}" if g["loss_interval"] else ""),
-                       f"{g['bits_per_byte']:.4f}", *(["baseline", "", ""] if g["label"] == base else
-                                                      [f"{d:+.4f}", over_seeds, f"{low:+.4f} to {high:+.4f}"])])
-        sizes.append([g["name"], *(f"{n[key]:,}" if key in n else "-" for key in ("input", "body", "head", "trainable", "buffers")),
-                      f"{g['targets_per_second']:,.0f}"])
-    shown = ("n_layer", "n_embd", "n_head", "n_ffn", "block_size", "vocab_size", "max_targets", "tokens_per_step", "max_lr", "dtype")
+        loss = f"{g['loss']:.4f}" + (f" ±{g['loss_interval']:.4f}" if g["loss_interval"] else "")
+        over_seeds = f"{d - half:+.4f} to {d + half:+.4f}" if half is not None else "one seed"
+        paired = [f"{d:+.4f}", over_seeds, f"{low:+.4f} to {high:+.4f}"] if g["label"] != base else ["baseline", "", ""]
+        losses.append([g["name"], str(len(g["seeds"])), loss, f"{g['bits_per_byte']:.4f}", *paired])
+        counts = [f"{n[key]:,}" if key in n else "-" for key in ("input", "body", "head", "trainable", "buffers")]
+        sizes.append([g["name"], *counts, f"{g['targets_per_second']:,.0f}"])
+    shown = [f"{key} {e[key]}" for key in ("n_layer", "n_embd", "n_head", "n_ffn", "block_size", "vocab_size",
+                                           "max_targets", "tokens_per_step", "max_lr", "dtype") if key in e]
     return "\n\n".join([
-        ", ".join(f"{key} {e[key]}" for key in shown if key in e) + f"; data {e['data_fingerprint'][:12]}. All runs are equal "
-        "but for input and seed" + (f" and {result['by']}." if result["by"] else "."),
-        format_table(["interface", "seeds", "held-out loss (nats)", "bits per byte", f"minus {base}", f"{level} over seeds",
-                      f"{level} over documents"], losses, markdown),
-        f"Loss: nats per target on {result['documents']:,} validation documents ({result['targets']:,} targets, scored in "
-        f"{result['heldout_dtype']}), mean over seeds ± Student's t interval. Minus {base}: mean difference of runs of the same "
-        "seed. Over seeds: Student's t of these differences. Over documents: percentile interval of a paired bootstrap: whole "
-        f"documents are resampled, {result['resamples']:,} times, the same for both sides; losses are averaged over the seeds "
-        "before, and seeds are not resampled.",
-        format_table(["parameters", "input", "body", "head", "trainable", "fixed buffers", "targets/s"], sizes, markdown),
+        f"{', '.join(shown)}; data {e['data_fingerprint'][:12]}. Only input, seed{f', {by}' if by else ''} differ.",
+        format_table(["interface", "seeds", "held-out loss (nats)", "bits per byte", f"minus {base}",
+                      f"{LEVEL:.0%} over seeds", f"{LEVEL:.0%} over documents"], losses, markdown),
+        f"Loss: nats per target on {result['documents']:,} validation documents ({result['targets']:,} targets, scored "
+        f"in {result['heldout_dtype']}), mean over seeds ± Student's t interval. Minus {base}: mean difference of runs "
+        "of the same seed. Over seeds: Student's t interval of these differences. Over documents: percentile interval of "
+        f"a paired bootstrap: whole documents are resampled, {result['resamples']:,} times, the same for both sides; "
+        "losses are averaged over the seeds before, and seeds are not resampled.",
+        format_table(["parameters", "input", "body", "head", "trainable", "fixed buffers", "targets/s"], sizes,
+                     markdown),
         "targets/s: median of a run's log, mean over seeds, on the machines that trained them."]) + "\n"
 
 
@@ -412,9 +423,9 @@ def draw_curves(axis, groups, styles, key, text):
     from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
     for g in groups:
         seen = np.array(g["curve_targets"]) > 0  # the axis is logarithmic
-        targets, losses = np.array(g["curve_targets"], float)[seen], np.array(g[key])[:, seen]
-        axis.plot(targets, losses.mean(0), label=text(g), **styles[g["name"]])
-        axis.fill_between(targets, losses.min(0), losses.max(0), color=styles[g["name"]]["color"], alpha=0.15, linewidth=0)
+        targets, losses, style = np.array(g["curve_targets"])[seen], np.array(g[key])[:, seen], styles[g["name"]]
+        axis.plot(targets, losses.mean(0), label=text(g), **style)
+        axis.fill_between(targets, losses.min(0), losses.max(0), color=style["color"], alpha=0.15, linewidth=0)
     axis.set(xscale="log", xlabel="training targets")
     axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axis.xaxis.set_major_formatter(EngFormatter(sep=""))  # 500k, 1M
@@ -434,9 +445,11 @@ def draw_differences(axis, groups, styles):
 
 
 def draw_codes(axes, groups, styles):
-    """Draw what fixed codes look like, from train.py's code_report: four panels. Codes of real numbers have norms only."""
-    labels = {"weight_histogram": ("bits set (Hamming weight)", "share of ids"), "bit_counts": ("bit", "share of ids that have it set"),
-              "distance_histogram": ("Hamming distance", "share of pairs of ids"), "norms": ("squared norm of the input", "share of ids")}
+    """Draw what fixed codes look like, by train.py's code_report: four panels; real numbers have norms only."""
+    labels = {"weight_histogram": ("bits set (Hamming weight)", "share of ids"),
+              "bit_counts": ("bit", "share of ids that have it set"),
+              "distance_histogram": ("Hamming distance", "share of pairs of ids"),
+              "norms": ("squared norm of the input vector", "share of ids")}
     for g in groups:
         report, norms = g["code_report"], g["code_report"]["squared_norms"]["histogram"]
         for axis, key in zip(axes.flat, labels):
@@ -469,17 +482,17 @@ def draw_runs(result, out):
         figures["differences"], axis = plt.subplots(figsize=(8.3, 1.3 + 0.34 * len(others)), layout="constrained")
         draw_differences(axis, others, styles)
         axis.set(xlabel=f"held-out loss minus {base} (nats per target)",
-                 title=f"Paired differences: mean (dot), seeds (ticks), {LEVEL:.0%} over seeds (line), over documents (bar)")
+                 title=f"Paired: mean (dot), seeds (ticks), {LEVEL:.0%} interval over seeds (line), documents (bar)")
         figures["gap"], axes = plt.subplots(1, 2 if by else 1, figsize=(8.3, 4.2), layout="constrained", squeeze=False)
         draw_curves(axes[0, 0], others, styles, "curve_differences", lambda g: g["name"])
-        axes[0, 0].set(ylabel=f"validation loss minus {base} (nats)", title="Gap during training: mean and range of seeds")
+        axes[0, 0].set(ylabel=f"validation loss minus {base} (nats)", title="Gap in training: mean and range of seeds")
         figures["gap"].legend(loc="outside lower center", ncols=3)
         for name in {g["label"]: 0 for g in others} if by else ():
             mine = sorted((g for g in others if g["label"] == name), key=lambda g: g["by"])
-            axes[0, 1].errorbar([g["by"] for g in mine], [g["difference"] for g in mine], [g["seed_interval"] or 0 for g in mine],
-                                color=styles[mine[0]["name"]]["color"], marker="o", capsize=4)
-            axes[0, 1].set(xlabel=by, xticks=sorted({g["by"] for g in others}), ylabel=f"held-out loss minus {base} (nats)",
-                           title=f"Final gap, {LEVEL:.0%} over seeds")
+            x, y, error = zip(*((g["by"], g["difference"], g["seed_interval"] or 0) for g in mine))
+            axes[0, 1].errorbar(x, y, error, color=styles[mine[0]["name"]]["color"], marker="o", capsize=4)
+            axes[0, 1].set(xlabel=by, xticks=x, ylabel=f"held-out loss minus {base} (nats)",
+                           title=f"Final gap, {LEVEL:.0%} interval over seeds")
         for axis in axes.flat:
             axis.axhline(0, color="black", linewidth=1)
     if coded := [g for g in result["groups"] if g["code_report"] and g["by"] == ranked[0]["by"]]:
@@ -499,10 +512,10 @@ def parse_args():
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     flag = parser.add_argument
     flag("paths", nargs="+", metavar="RUN_OR_SCORES", help="run directories, or .json files of evaluate.py score")
-    flag("--format", choices=("text", "markdown", "json"), default="text", help="of what is printed (default: %(default)s)")
+    flag("--format", choices=("text", "markdown", "json"), default="text", help="of the output (default: %(default)s)")
     flag("--resamples", type=int, default=10_000, help="of the bootstrap (default: %(default)s)")
     flag("--published", default="", help=f"scores: columns of the paper's own figures, as {','.join(PUBLISHED)}")
-    flag("--baseline", default="learned", help="runs: the interface to compare with, by its label (default: %(default)s)")
+    flag("--baseline", default="learned", help="runs: label of the interface to compare with (default: %(default)s)")
     flag("--by", metavar="FIELD", help="runs: a field of config.json that may differ, such as n_layer")
     flag("--out", default="out/comparison", help="runs: directory to write to (default: %(default)s)")
     args = parser.parse_args()

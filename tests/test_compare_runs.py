@@ -178,7 +178,7 @@ def test_runs_without_a_partner_count_in_the_mean_but_not_in_the_difference(six_
     ("config.json", {"max_lr": 0.001}, "max_lr 0.003 / 0.001"), ("config.json", {"n_layer": 8}, "n_layer 4 / 8"),
     ("config.json", {"data_fingerprint": "0" * 64}, "data_fingerprint"), ("config.json", {"dtype": "bfloat16"}, "dtype float32 / bfloat16"),
     ("config.json", {"initial_body_sha256": "other"}, "initial_body_sha256 of seed 3"), ("config.json", {"streams": 4}, "streams None / 4"),
-    ("config.json", {"input": "learned"}, "same interface"), ("config.json", {"max_targets": 10**6}, "40,960 of 1,000,000"),
+    ("config.json", {"input": "learned"}, "both learned of seed 3"), ("config.json", {"max_targets": 10**6}, "40,960 of 1,000,000"),
     ("config.json", {"seed": 2}, "seed 2"), ("heldout-00000010.json", {"step": 9}, "36,864 at its held-out score"),
     ("heldout-00000010.json", {"dtype": "bfloat16"}, "dtype of the held-out score float32 / bfloat16"),
     ("heldout-00000010.json", {"documents": [{"targets": 5, "bytes": 9, "nats": 20.0}]}, "60 / 1 validation documents")])
@@ -201,7 +201,7 @@ def test_gap_against_depth(tmp_path):
     groups = compare.compare_runs(paths, by="n_layer")["groups"]
     assert [(g["name"], round(g["difference"], 1)) for g in groups] == [
         ("learned, n_layer 2", 0), ("learned, n_layer 8", 0), ("binary, n_layer 2", 0.5), ("binary, n_layer 8", 0.1)]
-    with pytest.raises(ValueError, match="--baseline=learned: no run of it to pair with binary at n_layer=2"):
+    with pytest.raises(ValueError, match="--baseline=learned: no run to pair with binary at n_layer=2"):
         compare.compare_runs(paths[:-2], by="n_layer")
 
 
