@@ -17,7 +17,7 @@ Usage:
     python compare.py A.json B.json --format=markdown --published=binary,gf2
 
 Reads run directories (config.json, log.jsonl, the newest heldout-STEP.json), or files that evaluate.py score --suite
-or --tasks wrote. Prints text, Markdown or JSON; of runs, writes comparison.md, comparison.json and PNG figures to --out.
+or --tasks wrote. Prints text, Markdown or JSON; of runs, writes comparison.md, comparison.json and figures to --out.
 Refuses models that did not see the same documents and prompts, and runs that differ in more than input and seed.
 """
 
@@ -58,7 +58,7 @@ COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#5
 DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)))
 STYLE = {"font.size": 9.5, "axes.titlesize": 10, "axes.titlelocation": "left", "axes.spines.top": False,
          "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3, "axes.axisbelow": True,
-         "legend.frameon": False, "savefig.dpi": 200}
+         "legend.frameon": False, "legend.handlelength": 3, "savefig.dpi": 200}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -84,7 +84,7 @@ def paired_bootstrap(difference, weight, resamples, seed=0):
     Args:
         difference, weight: float64 [n], of each document; weight 1 gives the mean.
     The interval is the percentile interval (Efron 1979). p is two-sided: twice the share of resamples on the far side
-    of 0, each side counting itself once (Davison and Hinkley 1997, 4.2.3), so it is never 0. Without any difference p = 1.
+    of 0, each side counting itself once (Davison and Hinkley 1997, 4.2.3), so never 0. Without any difference p = 1.
     """
     if not difference.any():
         return 0.0, 0.0, 1.0
@@ -397,10 +397,10 @@ def describe_runs(result, markdown):
         format_table(["interface", "seeds", "held-out loss (nats)", "bits per byte", f"minus {base}",
                       f"{LEVEL:.0%} over seeds", f"{LEVEL:.0%} over documents"], losses, markdown),
         f"Loss: nats per target on {result['documents']:,} validation documents ({result['targets']:,} targets, scored "
-        f"in {result['heldout_dtype']}), mean over seeds ± Student's t interval. Minus {base}: mean difference of runs "
-        "of the same seed. Over seeds: Student's t interval of these differences. Over documents: percentile interval of "
-        f"a paired bootstrap: whole documents are resampled, {result['resamples']:,} times, the same for both sides; "
-        "losses are averaged over the seeds before, and seeds are not resampled.",
+        f"in {result['heldout_dtype']}), mean over seeds ± Student's t interval. Minus {base}: mean difference of runs of "
+        "the same seed. Over seeds: Student's t interval of these differences. Over documents: percentile interval of a "
+        f"paired bootstrap: whole documents are resampled {result['resamples']:,} times, the same for both sides; losses "
+        "are averaged over the seeds before, and seeds are not resampled.",
         format_table(["parameters", "input", "body", "head", "trainable", "fixed buffers", "targets/s"], sizes,
                      markdown),
         "targets/s: median of a run's log, mean over seeds, on the machines that trained them."]) + "\n"
@@ -449,15 +449,16 @@ def draw_codes(axes, groups, styles):
     labels = {"weight_histogram": ("bits set (Hamming weight)", "share of ids"),
               "bit_counts": ("bit", "share of ids that have it set"),
               "distance_histogram": ("Hamming distance", "share of pairs of ids"),
-              "norms": ("squared norm of the input vector", "share of ids")}
+              "norms": ("squared norm of the input vector", "share of ids up to it")}
     for g in groups:
-        report, norms = g["code_report"], g["code_report"]["squared_norms"]["histogram"]
-        for axis, key in zip(axes.flat, labels):
-            y = np.array(norms["counts"] if key == "norms" else report.get(key, ()), float)
-            x = np.add(norms["edges"][1:], norms["edges"][:-1]) / 2 if key == "norms" else np.arange(len(y))
-            share = y / (report["vocab_size"] if key == "bit_counts" and len(y) else y.sum())
-            shown = (y > 0) | (key != "norms")  # norms of bits are few numbers, with empty bins between them
-            axis.plot(x[shown], share[shown], label=g["label"], marker="o", markersize=3, **styles[g["name"]])
+        report, style = g["code_report"], styles[g["name"]]
+        for axis, key in zip(axes.flat, list(labels)[:3]):
+            counts = np.array(report.get(key, ()), float)
+            total = report["vocab_size"] if key == "bit_counts" and len(counts) else counts.sum()
+            axis.plot(counts / total, marker=".", **style)
+        norms = report["squared_norms"]["histogram"]
+        share = np.cumsum([0, *norms["counts"]]) / sum(norms["counts"])
+        axes.flat[3].plot(norms["edges"], share, label=g["label"], **style)
     for axis, (xlabel, ylabel) in zip(axes.flat, labels.values()):
         axis.set(xlabel=xlabel, ylabel=ylabel)
     axes.flat[1].set_ylim(0, 1)
@@ -498,7 +499,7 @@ def draw_runs(result, out):
     if coded := [g for g in result["groups"] if g["code_report"] and g["by"] == ranked[0]["by"]]:
         figures["codes"], axes = plt.subplots(2, 2, figsize=(8.3, 5.6), layout="constrained")
         draw_codes(axes, coded, styles)
-        figures["codes"].legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+        figures["codes"].legend(loc="outside lower center", ncols=3)
     for name, figure in figures.items():
         figure.savefig(out / f"{name}.png")
         plt.close(figure)
