@@ -63,7 +63,9 @@ TASK_FOLDERS = {"arc_easy": "arc", "arc_challenge": "arc", "lambada_openai": "la
 MAX_LENGTH = 2048       # the paper's, for every model: a longer context would give a reference longer prompts and windows
 BOOTSTRAP_ITERS = 1000  # of the harness, for LAMBADA's perplexity alone; its default of 100,000 takes half a minute
 FEWSHOT_SEED = 1234     # the harness's default
-GATHER_COST = 4         # tokens that a row might have more, for the time that it takes to put it on a shared prefix
+GATHER_COST = 2         # tokens that a row might have more, for the time that it takes to put it on a shared prefix
+CACHED = 4              # times --batch_tokens: positions whose keys and values a batch may hold
+PADDING = 32            # a batch ends where more than this part of --batch_tokens would be padding
 CHUNK_BATCHES = 16      # batches between two writes of the finished requests
 
 
@@ -219,12 +221,12 @@ class HarnessLM(TemplateLM):
 
     Args:
         max_length: T, the most positions of an input; None takes the smaller of MAX_LENGTH and the candidate's own.
-        batch_tokens: positions, cached ones included, to run at a time; halved where memory does not suffice.
+        batch_tokens: tokens to run at a time, padding included; halved where memory does not suffice.
         share: run common prefixes once. Without it every distinct input is a row of its own; the scores are the same.
         cache: finished requests are kept in files of this name (.0 for process 0), and taken from them; None keeps none.
     """
 
-    def __init__(self, candidate, device="cpu", max_length=None, batch_tokens=8192, share=True, cache=None):
+    def __init__(self, candidate, device="cpu", max_length=None, batch_tokens=2048, share=True, cache=None):
         super().__init__()
         self.candidate, self._device, self.batch_tokens, self.share = candidate, torch.device(device), batch_tokens, share
         self.max_length = min(MAX_LENGTH, candidate.context) if max_length is None else max_length
@@ -356,8 +358,8 @@ class HarnessLM(TemplateLM):
         for key, (row, targets) in todo.items():
             scored.setdefault(row, []).append((key, np.frombuffer(targets, np.int32)))
         rows = [(np.frombuffer(row, np.int32), scored[row]) for row in sorted(scored)]
-        # A prefix ends before the first scored logits, so that only suffixes need any.
-        limits = [len(row) - max(len(targets) for _, targets in pieces) for row, pieces in rows]
+        # A prefix has at most one place where something is scored: its last, the end of a context.
+        limits = [len(row) - max(len(targets) for _, targets in pieces) + 1 for row, pieces in rows]
         cuts = share_prefixes([row for row, _ in rows], limits if self.share else [0] * len(rows))
         groups = [(length, rows[start:end]) for length, start, end in cuts]
         # Rows on their own first, and the longest of them: memory trouble shows at once. Then prefixes of alike lengths.
@@ -365,9 +367,11 @@ class HarnessLM(TemplateLM):
         groups = groups[self.part::self.parts]
         bar = tqdm(total=sum(map(count_tokens, groups)), unit=" tokens", unit_scale=True, disable=self.part > 0 or None)
         while groups:
-            longest, n, tokens = groups[0][0], 0, 0
-            while n < len(groups) and (not n or (groups[n][0] > 0) == (longest > 0) and (n + 1) * longest <= self.batch_tokens
+            longest, n, tokens, padding = groups[0][0], 0, 0, 0
+            while n < len(groups) and (not n or (groups[n][0] > 0) == (longest > 0) and padding * PADDING <= self.batch_tokens
+                                       and (n + 1) * longest <= CACHED * self.batch_tokens
                                        and tokens <= CHUNK_BATCHES * self.batch_tokens):
+                padding += longest - groups[n][0]
                 tokens += count_tokens(groups[n])
                 n += 1
             try:
@@ -398,18 +402,22 @@ class HarnessLM(TemplateLM):
 
         Returns {key: (log-likelihood, is greedy)} of all that is scored on their rows.
         """
-        cache, found = None, {}
-        if groups[0][0]:
-            cache, none = self.candidate.new_cache(), torch.empty(0, dtype=torch.int64, device=self.device)
-            prefixes = self.pad([members[0][0][:length] for length, members in groups])
-            self.candidate.forward(prefixes, cache=cache, select=(none, none))
-        suffixes = [(g, length, row[length:], pieces)
-                    for g, (length, members) in enumerate(groups) for row, pieces in members]
+        cache, found, suffixes = None, {}, []
+        for g, (length, members) in enumerate(groups):
+            for row, pieces in members:
+                rest = [(key, targets[max(0, length - len(row) + len(targets)):]) for key, targets in pieces]
+                suffixes += [(g, length, row[length:], rest)] if len(row) > length else []
         suffixes.sort(key=lambda suffix: -len(suffix[2]))
+        if groups[0][0]:
+            cache = self.candidate.new_cache()
+            firsts = [[(key, targets[:1]) for row, pieces in members for key, targets in pieces
+                       if len(row) - len(targets) < length] for length, members in groups]
+            found = self.score_rows([members[0][0][:length] for length, members in groups], firsts, {"cache": cache})
         while suffixes:
-            n, past, T = 0, 0, len(suffixes[0][2])
-            while n < len(suffixes) and (not n or (n + 1) * (max(past, suffixes[n][1]) + T) <= self.batch_tokens):
-                past = max(past, suffixes[n][1])
+            n, past, padding, T = 0, 0, 0, len(suffixes[0][2])
+            while n < len(suffixes) and (not n or (n + 1) * T <= self.batch_tokens and padding * PADDING <= self.batch_tokens
+                                         and (n + 1) * (max(past, suffixes[n][1]) + T) <= CACHED * self.batch_tokens):
+                past, padding = max(past, suffixes[n][1]), padding + T - len(suffixes[n][2])
                 n += 1
             batch, suffixes = suffixes[:n], suffixes[n:]
             options = {}
@@ -423,7 +431,9 @@ class HarnessLM(TemplateLM):
                 steps, keys = torch.arange(T, device=self.device), torch.arange(past + T, device=self.device)
                 seen = (keys < own[..., None]) | ((keys >= past) & (keys - past <= steps[:, None]))  # (B, T, past + T)
                 options = {"cache": expanded, "positions": own + steps, "mask": seen[:, None]}
-            found |= self.score_rows([row for *_, row, _ in batch], [pieces for *_, pieces in batch], options)
+            for key, (nats, greedy) in self.score_rows([row for *_, row, _ in batch], [rest for *_, rest in batch], options).items():
+                first, yes = found.get(key, (0.0, True))
+                found[key] = (first + nats, yes and greedy)
         return found
 
     def pad(self, rows):
@@ -438,14 +448,15 @@ class HarnessLM(TemplateLM):
         idx, found = self.pad(rows), {}
         pieces = [(b * idx.size(1) + len(row) - len(targets), key, targets)
                   for b, (row, pieces) in enumerate(zip(rows, scored)) for key, targets in pieces]
-        wanted = np.concatenate([np.arange(at, at + len(targets)) for at, _, targets in pieces])
+        wanted = np.concatenate([np.empty(0, np.int64), *(np.arange(at, at + len(targets)) for at, _, targets in pieces)])
         places, index = np.unique(wanted, return_inverse=True)  # the answers to one question begin at one place
         select = tuple(torch.from_numpy(part).to(self.device) for part in np.divmod(places, idx.size(1)))
         logits = self.candidate.forward(idx, select=select, **options)
-        targets = torch.from_numpy(np.concatenate([targets for *_, targets in pieces]).astype(np.int64)).to(self.device)
+        targets = np.concatenate([np.empty(0, np.int64), *(targets for *_, targets in pieces)])
+        targets = torch.from_numpy(targets.astype(np.int64)).to(self.device)
         index = torch.from_numpy(index).to(self.device)
         nats = torch.empty(len(index), device=self.device)
-        # In float32, also of a bfloat16 model; a part at a time, as 8192 x 49,152 float32 logits would be 1.6 GB. By the
+        # In float32, also of a bfloat16 model; a part at a time, as 16,384 x 49,152 float32 logits would be 3.2 GB. By the
         # harness's own formula: log_softmax is 8e-6 nats a token off the exact value on a CPU, logsumexp is not.
         for at in range(0, len(places), 1024):
             here = (index >= at) & (index < at + 1024)
@@ -993,7 +1004,7 @@ def parse_args():
     score.add_argument("--data_dir", metavar="DIR", help="hub-shaped copies of the benchmarks' data (default: the hub)")
     score.add_argument("--include_path", metavar="DIR", help="further task YAML files")
     score.add_argument("--max_length", type=int, help=f"positions (default: the smaller of {MAX_LENGTH} and the model's own)")
-    score.add_argument("--batch_tokens", type=int, default=65_536 if cuda else 8192, help=f"positions at a time {plain}")
+    score.add_argument("--batch_tokens", type=int, default=16_384 if cuda else 2048, help=f"tokens at a time {plain}")
     score.add_argument("--no_share", action="store_true", help="run every distinct input whole, sharing no prefix")
     sample = command("sample", "continue prompts", command_sample, ("checkpoint", "CHECKPOINT", None))
     sample.add_argument("--prompt", nargs="+", default=["def main():\n"], help="texts to continue")
