@@ -398,8 +398,8 @@ def describe_runs(result, markdown):
                       f"{LEVEL:.0%} over seeds", f"{LEVEL:.0%} over documents"], losses, markdown),
         f"Loss: nats per target on {result['documents']:,} validation documents ({result['targets']:,} targets, scored "
         f"in {result['heldout_dtype']}), mean over seeds ± Student's t interval. Minus {base}: mean difference of runs "
-        "of the same seed. Over seeds: Student's t interval of these differences. Over documents: percentile interval of "
-        f"a paired bootstrap: whole documents are resampled {result['resamples']:,} times, the same for both sides; "
+        "of the same seed. Over seeds: Student's t interval of these differences. Over documents: percentile interval "
+        f"of a paired bootstrap: whole documents are resampled {result['resamples']:,} times, the same for both sides; "
         "losses are averaged over the seeds before, and seeds are not resampled.",
         format_table(["parameters", "input", "body", "head", "trainable", "fixed buffers", "targets/s"], sizes,
                      markdown),

@@ -716,8 +716,8 @@ PROPERTIES = {"keyword": lambda text: keyword.iskeyword(text.strip()), "space fi
 
 
 def full_windows(data_dir, block_size, positions):
-    """Return (ids int64 [N, T + 1], document int64 [N]) of about `positions` targets: validation windows of full length,
-    the first of every document before the second of any. Raises ValueError unless four documents have one."""
+    """Return (ids int64 [N, T + 1], document int64 [N]) of about `positions` targets: validation windows of full
+    length, the first of every document before the second of any. Raises ValueError unless four documents have one."""
     found, rounds = [], Counter()
     for number, shard in enumerate(open_shards(data_dir, "val")):
         for document, ids in cut_documents(*shard.map(), block_size):
@@ -725,10 +725,11 @@ def full_windows(data_dir, block_size, positions):
                 found.append((rounds[number, document], number, document, ids))
                 rounds[number, document] += 1
     if len(rounds) < 4:
-        raise ValueError(f"{data_dir}: {len(rounds)} validation documents have more than {block_size} tokens; a probe needs 4")
+        raise ValueError(f"{data_dir}: {len(rounds)} validation documents of more than {block_size} tokens; a probe needs 4")
     found = sorted(found, key=lambda window: window[:3])[:max(8, positions // block_size)]
     places = {document: i for i, document in enumerate(rounds)}
-    return torch.from_numpy(np.stack([window[3] for window in found])).long(), np.array([places[window[1:3]] for window in found])
+    documents = np.array([places[window[1:3]] for window in found])
+    return torch.from_numpy(np.stack([window[3] for window in found])).long(), documents
 
 
 @torch.inference_mode()
@@ -775,14 +776,15 @@ def probe(model, tokenizer, data_dir, positions):
     Readouts are of the token at the position itself, fitted on every other validation document and scored on the rest:
     identity (share right among the N_IDENTITIES most frequent ids), code and bit (share of positions with all bits, and
     of bits, right: of the model's own code where that has bits, else of the binary code), keyword, space first and
-    digit (area under the ROC curve), bytes (the length; R^2). A block is skipped, so that it adds nothing to the stream,
-    or swapped: it adds what it would in another window.
+    digit (area under the ROC curve), bytes (the length; R^2). A block is skipped, so that it adds nothing to the
+    stream, or swapped: it adds what it would in another window.
     """
     windows, documents = full_windows(data_dir, model.config.block_size, positions)
     streams = [[] for _ in range(model.config.n_layer + 1)]
     with contextlib.ExitStack() as hooks:
         for stream, module in zip(streams, [*model.model.layers, model.model.norm]):
-            hooks.enter_context(module.register_forward_pre_hook(lambda _, x, stream=stream: stream.append(x[0].float().cpu())))
+            keep = lambda _, x, stream=stream: stream.append(x[0].float().cpu())
+            hooks.enter_context(module.register_forward_pre_hook(keep))
         losses = window_losses(model, windows)
 
     V, n_ids, ids = model.config.vocab_size, vocab_size(tokenizer), windows[:, :-1].flatten()
@@ -791,7 +793,8 @@ def probe(model, tokenizer, data_dir, positions):
     own = codes is not None and codes.dtype == torch.uint8
     codes = codes.cpu() if own else torch.from_numpy(binary_codes(V))
     words = [tokenizer.decode([i]) for i in range(n_ids)]
-    lexical = torch.tensor([*zip(*(map(check, words) for check in PROPERTIES.values()), token_bytes(tokenizer).tolist())])
+    sizes = token_bytes(tokenizer).tolist()
+    lexical = torch.tensor([*zip(*(map(check, words) for check in PROPERTIES.values()), sizes)])
     K, targets = codes.size(1), torch.cat((codes[:n_ids], lexical), 1).double()[ids]
     counts = torch.bincount(ids[~test], minlength=V)
     frequent = counts.argsort(descending=True, stable=True)[:min(N_IDENTITIES, (counts > 0).sum())]
@@ -800,16 +803,17 @@ def probe(model, tokenizer, data_dir, positions):
 
     def rate(found, read):
         right = (read[:, :K] > 0.5) == (truth[:, :K] > 0.5)
-        return {"identity": (found == which)[which >= 0].double().mean().item(), "code": right.all(1).double().mean().item(),
-                "bit": right.double().mean().item(),
-                **{name: area_under_roc(read[:, K + i].numpy(), truth[:, K + i].numpy() > 0) for i, name in enumerate(PROPERTIES)},
-                "bytes": 1 - ((read[:, -1] - truth[:, -1]).square().mean() / truth[:, -1].var(correction=0)).item()}
+        areas = [area_under_roc(read[:, i].numpy(), truth[:, i].numpy() > 0) for i in range(K, K + len(PROPERTIES))]
+        error = (read[:, -1] - truth[:, -1]).square().mean() / truth[:, -1].var(correction=0)
+        return {"identity": (found == which)[which >= 0].double().mean().item(),
+                "code": right.all(1).double().mean().item(), "bit": right.double().mean().item(),
+                **dict(zip(PROPERTIES, areas)), "bytes": 1 - error.item()}
 
-    common = targets[~test].mean(0).expand_as(truth)  # what is said without a look at x: the fitted documents' averages
+    common = targets[~test].mean(0).expand_as(truth)  # what is said without a look at the stream
+    read = lambda stream: read_linearly(torch.cat(stream).flatten(0, 1).double(), classes, targets, test)
     result = {"windows": len(windows), "positions_fitted": int((~test).sum()), "positions_scored": len(truth),
               "identities": len(frequent), "code": "own" if own else "binary", "loss": losses.mean(),
-              "chance": rate(torch.zeros_like(which), common),
-              "depths": [rate(*read_linearly(torch.cat(s).flatten(0, 1).double(), classes, targets, test)) for s in streams]}
+              "chance": rate(torch.zeros_like(which), common), "depths": [rate(*read(stream)) for stream in streams]}
     changes = {"skipped": lambda _, x, output: x[0], "swapped": lambda _, x, output: x[0] + (output - x[0]).roll(1, 0)}
     for name, change in changes.items():
         result[name] = []
@@ -825,7 +829,8 @@ def draw_probe(result, path):
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
     plt.style.use("petroff10")
-    plt.rcParams.update({"font.size": 9.5, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3})
+    plt.rcParams.update({"font.size": 9.5, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
+                         "grid.alpha": 0.3, "axes.axisbelow": True})
     figure, (left, right) = plt.subplots(1, 2, figsize=(8.3, 4), layout="constrained")
     for (name, chance), marker in zip(result["chance"].items(), "osD^v<>"):
         left.plot([(depth[name] - chance) / (1 - chance) for depth in result["depths"]], marker=marker, label=name)
@@ -844,15 +849,16 @@ def command_probe(args):
     model, state = load_model(args.checkpoint, args.device)
     run, data_dir = run_directory(args.checkpoint), args.data or state["data"]
     result = probe(model, load_tokenizer(run / "tokenizer.json"), data_dir, args.positions)
-    facts, path = {"checkpoint": str(args.checkpoint), "step": state["step"], "data": str(data_dir)}, run / f"probe-{state['step']:08d}.json"
+    facts = {"checkpoint": str(args.checkpoint), "step": state["step"], "data": str(data_dir)}
+    path = run / f"probe-{state['step']:08d}.json"
     write_whole(path, json.dumps(facts | result).encode())
     draw_probe(result, path.with_suffix(".png"))
-    print(f"linear readouts, fitted at {result['positions_fitted']:,} positions, scored at {result['positions_scored']:,} of other "
-          f"documents\n(identity among {result['identities']} ids; {result['code']} code; keyword, space first, digit: area under "
-          "the ROC curve; bytes: R^2)\n\ndepth  " + "".join(f"{name:>13}" for name in result["chance"]))
+    print(f"linear readouts, fitted at {result['positions_fitted']:,} positions, scored at {result['positions_scored']:,} "
+          f"of other documents\n(identity among {result['identities']} ids; {result['code']} code; keyword, space first, "
+          "digit: area under the ROC curve; bytes: R^2)\n\ndepth  " + "".join(f"{name:>13}" for name in result["chance"]))
     for depth, values in (("chance", result["chance"]), *enumerate(result["depths"])):
         print(f"{depth:<7}" + "".join(f"{value:13.4f}" for value in values.values()))
-    print(f"\nloss of the {result['windows']} windows: {result['loss']:.4f} nats per target; more where a block's addition is")
+    print(f"\nloss of the {result['windows']} windows: {result['loss']:.4f} nats per target; more if a block's addition is")
     for i, (skipped, swapped) in enumerate(zip(result["skipped"], result["swapped"]), 1):
         print(f"block {i:<4}  skipped {skipped:+.4f}  swapped {swapped:+.4f}")
     print(f"written to {path} and {path.with_suffix('.png')}")
