@@ -63,7 +63,7 @@ TASK_FOLDERS = {"arc_easy": "arc", "arc_challenge": "arc", "lambada_openai": "la
 MAX_LENGTH = 2048       # the paper's, for every model: a longer context would give a reference longer prompts and windows
 BOOTSTRAP_ITERS = 1000  # of the harness, for LAMBADA's perplexity alone; its default of 100,000 takes half a minute
 FEWSHOT_SEED = 1234     # the harness's default
-GATHER_COST = 2         # tokens that a row might have more, for the time that it takes to put it on a shared prefix
+GATHER_COST = 2         # what it costs to put a row on a shared prefix, in tokens; 0 to 4 come to much the same
 CACHED = 4              # times --batch_tokens: positions whose keys and values a batch may hold
 PADDING = 32            # a batch ends where more than this part of --batch_tokens would be padding
 CHUNK_BATCHES = 16      # batches between two writes of the finished requests
@@ -235,15 +235,13 @@ class HarnessLM(TemplateLM):
         self.audit = {}     # task -> its requests: how many, how many cut, their hashes
         self.finished = {}  # digest of (input, targets) -> (log-likelihood, is greedy)
         self.part, self.parts = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        self.file = None
-        if cache is not None:
-            for path in sorted(Path(cache).parent.glob(f"{Path(cache).name}.*")):
-                for line in path.read_text().splitlines():
-                    if len(fields := line.split()) == 3:  # a killed run may leave half a line
-                        self.finished[fields[0]] = (float(fields[1]), fields[2] == "1")
-            if self.parts > 1:
-                dist.barrier()  # nobody writes before everyone has read
-            self.file = open(f"{cache}.{self.part}", "a")
+        self.cache = None if cache is None else Path(cache)
+        for path in sorted(self.cache.parent.glob(f"{self.cache.name}.*")) if self.cache else ():
+            for line in path.read_text().splitlines():
+                if len(fields := line.split()) == 3 and len(fields[0]) == 32:  # a killed run may leave half a line
+                    self.finished[fields[0]] = (float(fields[1]), fields[2] == "1")
+        if self.parts > 1:
+            dist.barrier()  # nobody writes before everyone has read
 
     eot_token_id = property(lambda self: self.candidate.prefix_id)
     tokenizer_name = property(lambda self: self.candidate.facts["tokenizer_sha256"])
@@ -268,12 +266,12 @@ class HarnessLM(TemplateLM):
         alone = self.encode_all((rest for _, rest in moved), special=False)
         encoded, prefix = [], np.array([self.prefix_token_id], np.int32)
         for context, rest in moved:
-            ids = alone[rest]
-            if context:
-                beyond = joint[context + rest][len(joint[context]):]
-                encoded.append((joint[context], beyond if len(beyond) else ids))
-            else:
-                encoded.append((prefix, ids[1:] if ids[:1].tolist() == [prefix[0]] else ids))
+            ids, front = alone[rest], joint.get(context, prefix[:0])
+            if len(front):
+                beyond = joint[context + rest][len(front):]
+                encoded.append((front, beyond if len(beyond) else ids))
+            else:  # empty, or nothing that the tokenizer has an id for
+                encoded.append((prefix, ids[1:] if ids[:1].tolist() == prefix.tolist() else ids))
         return encoded
 
     def note(self, request, texts, ids):
@@ -384,9 +382,10 @@ class HarnessLM(TemplateLM):
                 print(f"out of memory; continuing with --batch_tokens={self.batch_tokens}", file=sys.stderr)
                 continue
             self.finished |= found
-            if self.file:
-                self.file.writelines(f"{key} {nats!r} {greedy:d}\n" for key, (nats, greedy) in found.items())
-                self.file.flush()
+            if self.cache:
+                self.cache.parent.mkdir(parents=True, exist_ok=True)
+                with open(f"{self.cache}.{self.part}", "a") as file:
+                    file.writelines(f"{key} {nats!r} {greedy:d}\n" for key, (nats, greedy) in found.items())
             bar.update(tokens)
             groups = groups[n:]
         bar.close()
@@ -431,7 +430,8 @@ class HarnessLM(TemplateLM):
                 steps, keys = torch.arange(T, device=self.device), torch.arange(past + T, device=self.device)
                 seen = (keys < own[..., None]) | ((keys >= past) & (keys - past <= steps[:, None]))  # (B, T, past + T)
                 options = {"cache": expanded, "positions": own + steps, "mask": seen[:, None]}
-            for key, (nats, greedy) in self.score_rows([row for *_, row, _ in batch], [rest for *_, rest in batch], options).items():
+            more = self.score_rows([row for *_, row, _ in batch], [rest for *_, rest in batch], options)
+            for key, (nats, greedy) in more.items():
                 first, yes = found.get(key, (0.0, True))
                 found[key] = (first + nats, yes and greedy)
         return found
@@ -456,7 +456,7 @@ class HarnessLM(TemplateLM):
         targets = torch.from_numpy(targets.astype(np.int64)).to(self.device)
         index = torch.from_numpy(index).to(self.device)
         nats = torch.empty(len(index), device=self.device)
-        # In float32, also of a bfloat16 model; a part at a time, as 16,384 x 49,152 float32 logits would be 3.2 GB. By the
+        # In float32, also for a bfloat16 model; a part at a time, as 16,384 x 49,152 float32 logits would be 3.2 GB. By the
         # harness's own formula: log_softmax is 8e-6 nats a token off the exact value on a CPU, logsumexp is not.
         for at in range(0, len(places), 1024):
             here = (index >= at) & (index < at + 1024)
@@ -653,7 +653,6 @@ def command_score(args):
     for name, opened in names:
         candidate = opened(name, args.device, args.dtype)
         out = run_directory(name) if opened is open_checkpoint else Path("out") / Path(name).name
-        out.mkdir(parents=True, exist_ok=True)
         # What the scores depend on beside the inputs is in the file's name: one model's are never taken for another's.
         identity = f"{candidate.facts['weights_sha256']} {args.dtype} {args.no_share}"
         cache = out / f".finished-{sha256(identity.encode())[:16]}"
@@ -674,6 +673,7 @@ def command_score(args):
             continue
         step = candidate.facts["step"]
         target = out / (f"{label}.json" if step is None else f"{label}-{step:08d}.json")
+        out.mkdir(parents=True, exist_ok=True)
         write_whole(target, json.dumps(result, default=str).encode())  # before anything is printed: hours may be in it
         for file in out.glob(f"{cache.name}.*"):
             file.unlink()
@@ -684,6 +684,8 @@ def command_score(args):
                   f"{result['perplexity']:.3f}, {result['bits_per_byte']:.4f} bits/byte, {len(result['documents']):,} documents, "
                   f"{sum(document['targets'] for document in result['documents']):,} targets")
         print(f"written to {target}")
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 # ----------------------------------------------------------------------------------------------------------------------

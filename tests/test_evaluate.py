@@ -531,26 +531,27 @@ def test_score_writes_and_prints_the_protocol(make_run, tasks_dir, monkeypatch, 
     assert not list(directory.glob(".finished*"))
 
 
-def test_torchrun_gives_the_same(make_run, tasks_dir):
+def test_torchrun_gives_the_same(make_run, tasks_dir, monkeypatch, capsys):
     directory = make_run("binary", step=11)
     arguments = ("score", directory, "--tasks=own_choice,own_page", f"--include_path={tasks_dir}", "--device=cpu")
-    results = []
-    for launcher in ((), ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")):
-        done = subprocess.run([sys.executable, *launcher, str(ROOT / "evaluate.py"), *map(str, arguments)], capture_output=True, text=True, cwd=ROOT,
-                              env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=120)
-        assert done.returncode == 0, done.stderr[-2000:]
-        results.append(json.loads((directory / "own_choice+own_page-00000011.json").read_text()))
-        assert done.stdout.count("own_choice ") == 1  # one process prints
-    one, two = results
-    assert two["protocol"]["processes"] == 2
-    for task in one["tasks"]:
-        assert one["tasks"][task]["prompts_sha256"] == two["tasks"][task]["prompts_sha256"]
-        np.testing.assert_allclose(np.ravel(np.array(one["tasks"][task]["docs"]["loglikelihood"])), np.ravel(np.array(two["tasks"][task]["docs"]["loglikelihood"])), atol=1e-4)
+    call(monkeypatch, *arguments)
+    target = directory / "own_choice+own_page-00000011.json"
+    one = json.loads(target.read_text())
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "evaluate.py", *map(str, arguments)],
+                          capture_output=True, text=True, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    two = json.loads(target.read_text())
+    assert done.stdout.count("own_choice ") == 1 and two["protocol"]["processes"] == 2  # one process prints
+    for name, task in one["tasks"].items():
+        assert task["prompts_sha256"] == two["tasks"][name]["prompts_sha256"]
+        np.testing.assert_allclose(two["tasks"][name]["docs"]["loglikelihood"], task["docs"]["loglikelihood"], atol=1e-4)
+    assert not list(directory.glob(".finished*"))
 
 
 def test_missing_data_is_one_line(make_run, tmp_path):
     """EV-13: without network and without data."""
     code, out, error = run("score", make_run("binary"), "--tasks=hellaswag", environment={"HF_HOME": str(tmp_path), "HF_DATASETS_OFFLINE": "1"})
+    assert not list(make_run("binary").glob(".finished*"))  # nothing is left behind
     assert code == 1 and error.startswith("evaluate.py: hellaswag:") and "Rowan/hellaswag" in error and "--data_dir=DIR" in error
 
 
