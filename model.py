@@ -4,6 +4,7 @@
       -> input interface    learned: a row of a trainable V x C table
                             binary:  the id's K-bit code, tiled C / K times          no trainable value
                             gf2:     the same code recoded by A c + b over GF(2)     no trainable value
+                            random, sinusoid: fixed continuous codes; lowdim: K learned numbers an id; tied: the output's row
       -> n_layer x Block    x += attention(norm(x));  x += swiglu(norm(x))
       -> norm -> lm_head    logits (B, T, V), an output matrix of its own (untied)
 
@@ -19,14 +20,16 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from codes import CODE_SEED, binary_codes, draw_recoding, min_bits, recode
+from codes import CODE_SEED, FIXED, FRACTION_BITS, code_report, min_bits
 
-INPUTS = ("learned", "binary", "gf2")
+INPUTS = ("learned", "tied", "lowdim", *FIXED)
+BITS = ("binary", "gf2")  # the codes that consist of bits
 INIT_STD = 0.02  # every matrix and the learned table; the projections back into the residual stream are scaled down
 
 
@@ -40,24 +43,38 @@ class ModelConfig:
     n_head: int = 32
     n_embd: int = 2048
     n_ffn: int = 8192
-    code_seed: int = CODE_SEED  # gf2: which matrix A
+    ffn: str = "swiglu"         # or gelu, the predecessor's (arXiv 2605.09751)
+    code_seed: int = CODE_SEED  # gf2: which matrix A; random: which numbers
     code_offset: str = "0"      # gf2: b, as codes.draw_recoding takes it
+    code_values: str = "01"     # binary, gf2: bits as 0 and 1 (the paper), or pm1: -1 and 1
+    code_scale: str = "1"       # fixed codes: a factor, or matched: the learned table's mean squared norm at the start
+    lift: str = "tile"          # how K numbers fill C: tile (the paper), or interleave
+    table_free: bool = False    # binary, gf2: compute the codes from the ids, keep no codebook
     norm_eps: float = 1e-5      # the paper does not state it
     rope_theta: float = 10_000.0
 
     def __post_init__(self):
         if self.input not in INPUTS:
             raise ValueError(f"input={self.input}: expected one of {', '.join(INPUTS)}")
+        for name, choices in (("ffn", ("swiglu", "gelu")), ("code_values", ("01", "pm1")), ("lift", ("tile", "interleave"))):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name}={getattr(self, name)}: expected {' or '.join(choices)}")
+        for name, inputs in (("code_values", BITS), ("table_free", BITS), ("code_offset", ("gf2",)), ("code_scale", tuple(FIXED)),
+                             ("lift", (*FIXED, "lowdim"))):
+            if getattr(self, name) != getattr(ModelConfig, name) and self.input not in inputs:
+                raise ValueError(f"{name}={getattr(self, name)} has no meaning for input={self.input}, only for {', '.join(inputs)}")
+        if self.code_scale != "matched" and not positive(self.code_scale):
+            raise ValueError(f"code_scale={self.code_scale}: expected matched or a number above 0")
         for name in ("block_size", "n_layer", "n_head", "n_embd", "n_ffn"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: expected 1 or more")
         # Heads need an even width each for RoPE; codes need a whole number of copies.
-        unit = math.lcm(2 * self.n_head, 1 if self.input == "learned" else self.n_bits)
+        unit = math.lcm(2 * self.n_head, 1 if self.input in ("learned", "tied") else self.n_bits)
         if self.n_embd % unit:
             low = self.n_embd // unit * unit
             fits = " or ".join(str(size) for size in (low, low + unit) if size)
             raise ValueError(f"n_embd={self.n_embd}: expected a multiple of 2 x n_head={self.n_head}"
-                             + ("" if self.input == "learned" else f" and of n_bits={self.n_bits} (vocab_size={self.vocab_size})")
+                             + ("" if self.input in ("learned", "tied") else f" and of n_bits={self.n_bits} (vocab_size={self.vocab_size})")
                              + f"; {fits} would do")
 
     @property
@@ -65,45 +82,114 @@ class ModelConfig:
         return min_bits(self.vocab_size)
 
 
+def positive(text):
+    try:
+        return 0 < float(text) < math.inf
+    except ValueError:
+        return False
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # The input interfaces, side by side: (B, T) token ids -> (B, T, C) input vectors
 
-class FixedCodes(nn.Module):
-    """Fixed codes [V, K], tiled to the model's width: x = R c(t), R a stack of C / K identity blocks (the paper, "Method").
+def lift(x, config):
+    """Return K numbers an id (..., K) as C: (0..K-1, 0..K-1, ...), the paper's R, a stack of C / K identity blocks.
 
-    The codebook is a persistent uint8 buffer: a checkpoint carries its own codes, no change of the model's dtype can
-    merge two of them, and the optimizer never sees them. An all-zero code gives x = 0, hence with an empty context
+    interleave, (0,0,..,1,1,..), has the same shape and is another model: it gives a bit to each head whole.
+    """
+    n_tile = config.n_embd // config.n_bits
+    return x.repeat(*[1] * (x.dim() - 1), n_tile) if config.lift == "tile" else x.repeat_interleave(n_tile, -1)
+
+
+class FixedCodes(nn.Module):
+    """Fixed codes, lifted to the model's width: x = scale R c(t) (the paper, "Method": scale 1). No trainable value.
+
+    The codebook is a persistent integer buffer [V, K]: a checkpoint carries its own codes, no change of the model's dtype
+    can merge two of them, and the optimizer never sees them. With an all-zero code x = 0, hence with an empty context
     hidden states 0, logits 0 and a loss of exactly ln V.
     """
 
-    def __init__(self, codes, n_embd, **recoding):
+    def __init__(self, config):
         super().__init__()
-        self.n_tile = n_embd // codes.shape[1]
-        self.register_buffer("codebook", torch.from_numpy(codes))
-        for name, array in recoding.items():
-            self.register_buffer(name, torch.from_numpy(array))
+        self.config = config
+        arrays = FIXED[config.input](config.vocab_size, config.code_seed, config.code_offset)
+        self.unit = 2.0**-FRACTION_BITS if arrays["codebook"].dtype == "int16" else 1.0
+        self.scale = 1.0 if config.code_scale == "matched" else float(config.code_scale)
+        if config.code_scale == "matched":
+            self.scale = math.sqrt(INIT_STD**2 * config.n_embd / self.squared_norms(torch.from_numpy(arrays["codebook"])).mean())
+        for name, array in arrays.items():
+            if not (name == "codebook" and config.table_free):
+                self.register_buffer(name, torch.from_numpy(array))
 
-    def forward(self, idx, dtype):
-        # Tiled (0..K-1, 0..K-1, ...), not interleaved (0,0,..,1,1,..): the same shape would be another model.
-        return self.codebook[idx].to(dtype).repeat(1, 1, self.n_tile)
+    def values(self, codes):
+        """Return the numbers that integer codes (..., K) stand for, in float32 whatever the model's dtype."""
+        x = codes.float() * self.unit
+        return (2 * x - 1 if self.config.code_values == "pm1" else x) * self.scale
+
+    def compute(self, idx):
+        """Return the bits (..., K) of ids (...) by shifts, and for gf2 parities, instead of looking them up."""
+        places = torch.arange(self.config.n_bits, device=idx.device)
+        if self.config.input == "binary":
+            return idx[..., None] >> places & 1
+        masks = (self.matrix.long() << places).sum(1)  # row i of A as an integer: bit i of A c is the parity of mask AND id
+        x = idx[..., None] & masks
+        for shift in (8, 4, 2, 1):
+            x = x ^ x >> shift
+        return x & 1 ^ self.offset.long()
+
+    def forward(self, idx, dtype, head):
+        codes = self.compute(idx) if self.config.table_free else self.codebook[idx]
+        return lift(self.values(codes).to(dtype), self.config)
+
+    def squared_norms(self, codes):
+        """Return the squared norms of the input vectors of integer codes [V, K]: float32 [V]."""
+        return self.values(codes).square().sum(1) * (self.config.n_embd // self.config.n_bits)
+
+    def report(self):
+        """Return the facts of these codes as plain values: codes.code_report for bits, and the squared norms of all ids."""
+        V = self.config.vocab_size
+        codes = self.compute(torch.arange(V)) if self.config.table_free else self.codebook
+        squared = self.squared_norms(codes).numpy()
+        counts, edges = np.histogram(squared, bins=40)
+        facts = code_report(codes.numpy().astype(np.uint8)) if self.config.input in BITS else {}
+        return {**facts, "squared_norms": {"mean": float(squared.mean()), "min": float(squared.min()), "max": float(squared.max()),
+                                           "histogram": {"edges": edges.tolist(), "counts": counts.tolist()}}}
 
 
 class LearnedTable(nn.Embedding):
-    """The control: a trainable table [V, C], N(0, 0.02)."""
+    """The control: a trainable table [V, C], N(0, 0.02), decayed like every matrix."""
 
-    def forward(self, idx, dtype):
+    def __init__(self, config):
+        super().__init__(config.vocab_size, config.n_embd)
+
+    def forward(self, idx, dtype, head):
         return super().forward(idx).to(dtype)
 
 
+class LowDimTable(nn.Embedding):
+    """Learned coordinates [V, K], N(0, 0.02), through the codes' lift: as few dimensions, but free to move."""
+
+    def __init__(self, config):
+        super().__init__(config.vocab_size, config.n_bits)
+        self.config = config
+
+    def forward(self, idx, dtype, head):
+        return lift(super().forward(idx).to(dtype), self.config)
+
+
+class TiedTable(nn.Module):
+    """The output matrix's own row: no value of its own, N(0, 0.02) at the start and decayed once, as the output matrix is."""
+
+    def __init__(self, config):
+        super().__init__()
+
+    def forward(self, idx, dtype, head):
+        return F.embedding(idx, head).to(dtype)
+
+
 def build_input(config):
-    """Return the module that turns ids (B, T) and a dtype into input vectors (B, T, C), for config.input."""
-    if config.input == "learned":
-        return LearnedTable(config.vocab_size, config.n_embd)
-    codes = binary_codes(config.vocab_size)
-    if config.input == "binary":
-        return FixedCodes(codes, config.n_embd)
-    matrix, offset = draw_recoding(config.n_bits, config.code_seed, config.code_offset)
-    return FixedCodes(recode(codes, matrix, offset), config.n_embd, matrix=matrix, offset=offset)
+    """Return the module that turns ids (B, T), a dtype and the head's matrix (V, C) into input vectors (B, T, C)."""
+    return {"learned": LearnedTable, "lowdim": LowDimTable, "tied": TiedTable}.get(config.input, FixedCodes)(config)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -162,6 +248,18 @@ class Attention(nn.Module):
         return self.o_proj(y.transpose(1, 2).reshape(B, T, C))
 
 
+class GELU(nn.Module):
+    """The predecessor's feed-forward network."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.up_proj = nn.Linear(config.n_embd, config.n_ffn, bias=False)
+        self.down_proj = nn.Linear(config.n_ffn, config.n_embd, bias=False)
+
+    def forward(self, x):
+        return self.down_proj(F.gelu(self.up_proj(x)))
+
+
 class SwiGLU(nn.Module):
     def __init__(self, config):
         super().__init__()
@@ -179,7 +277,7 @@ class Block(nn.Module):
         self.input_layernorm = RMSNorm(config.n_embd, config.norm_eps)
         self.self_attn = Attention(config)
         self.post_attention_layernorm = RMSNorm(config.n_embd, config.norm_eps)
-        self.mlp = SwiGLU(config)
+        self.mlp = SwiGLU(config) if config.ffn == "swiglu" else GELU(config)
 
     def forward(self, x, rope, cache=None):
         x = x + self.self_attn(self.input_layernorm(x), rope, cache)
@@ -228,7 +326,7 @@ class Decoder(nn.Module):
         positions = torch.arange(past, past + T, device=idx.device)
         rope = rope_tables(positions, self.config.n_embd // self.config.n_head, self.config.rope_theta)
         # The residual stream has the parameters' dtype for every interface: float32 under autocast.
-        x = self.model.embed_tokens(idx, self.lm_head.weight.dtype)
+        x = self.model.embed_tokens(idx, self.lm_head.weight.dtype, self.lm_head.weight)
         for i, block in enumerate(self.model.layers):
             if self.checkpoint_activations and torch.is_grad_enabled():
                 # The reentrant kind needs an input that requires grad. Fixed codes do not, and it would give the body no

@@ -3,6 +3,7 @@
     python train.py --input=binary                                  a laptop CPU, minutes (preset smoke)
     torchrun --nproc_per_node=2 train.py --input=binary             the paper's run on two GPUs (preset paper)
     python train.py --preset=paper --input=gf2 --dry_run            parameters, memory and FLOPs; no data needed
+    python train.py --sweep="input=learned,binary;seed=1,2,3"       every combination, one run after the other
     python train.py --input=binary --resume                         continue, bit for bit, where the last checkpoint is
 
 The training data are a pure function: window w of stream s depends on (seed, s, w) and nothing else, so a resume, another
@@ -17,10 +18,12 @@ import argparse
 import contextlib
 import ctypes
 import hashlib
+import itertools
 import json
 import math
 import os
 import shutil
+import subprocess
 import sys
 import time
 from dataclasses import asdict, fields
@@ -31,7 +34,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from model import INPUTS, Decoder, ModelConfig, list_checkpoints, read_checkpoint
+from model import INIT_STD, INPUTS, Decoder, FixedCodes, ModelConfig, list_checkpoints, read_checkpoint
 from prepare import load_tokenizer, open_shards, read_meta, token_bytes
 
 # Each preset with its result as measured, or "not run".
@@ -47,6 +50,16 @@ PRESETS = {
         tokens_per_step=262_144, micro_batch=8, max_lr=1.5e-4, min_lr=1e-5, warmup_steps=2000, decay_steps=382_500,
         max_targets=100_000_000_000, eval_windows=1024, eval_every=1000, save_every=500, log_every=10,
         checkpoint_activations="block"),
+    # The predecessor (arXiv 2605.09751): 536,870,912 values in matrices and table. Its recipe is not public: the paper's here. Not run.
+    "predecessor": dict(
+        data="data/predecessor", vocab_size=65_536, block_size=1024, n_layer=32, n_head=32, n_embd=1024, n_ffn=4096, ffn="gelu",
+        tokens_per_step=262_144, micro_batch=8, max_lr=1.5e-4, min_lr=1e-5, warmup_steps=2000, decay_steps=0,
+        max_targets=16_500_000_000, eval_windows=1024, eval_every=1000, save_every=500, log_every=10, checkpoint_activations="block"),
+    # One id per UTF-16 code unit: python prepare.py --tokenizer=utf16 --out=data/stdlib-utf16
+    "predecessor-smoke": dict(
+        data="data/stdlib-utf16", vocab_size=65_536, block_size=256, n_layer=4, n_head=4, n_embd=128, n_ffn=512, ffn="gelu",
+        tokens_per_step=4096, micro_batch=16, max_lr=3e-3, min_lr=3e-4, warmup_steps=50, decay_steps=0, max_targets=1_000_000,
+        eval_windows=64, eval_every=100, save_every=250, log_every=10, checkpoint_activations="none"),
 }
 BETAS, EPS, WEIGHT_DECAY, GRAD_CLIP = (0.9, 0.95), 1e-8, 0.01, 1.0  # the paper, "Training"
 # What may change when a run is resumed: where and how it runs, what it reports, when it stops. All else is the experiment.
@@ -287,9 +300,11 @@ def print_report(config, say):
     matmul, attention = model.flops_per_target()
     say(f"input {config.input}: {config.n_layer} layers x {config.n_embd}, {config.n_head} heads, FFN {config.n_ffn}, "
         f"context {config.block_size}, vocabulary {config.vocab_size:,}")
-    if config.input != "learned":
-        say(f"  each id is {config.n_bits} bits, tiled {config.n_embd // config.n_bits} times; no trainable input value"
-            + (f"; recoded by the matrix of seed {config.code_seed}, offset {config.code_offset}" if config.input == "gf2" else ""))
+    if isinstance(codes := model.model.embed_tokens, FixedCodes):
+        norm = codes.report()["squared_norms"]["mean"]
+        say(f"  each id is {config.n_bits} fixed numbers, {config.lift}d {config.n_embd // config.n_bits} times; no trainable input value; "
+            f"values {config.code_values}, scale {codes.scale:.6g}, mean squared norm {norm:.6g} (a learned row at the start: "
+            f"{INIT_STD**2 * config.n_embd:.6g})" + (f"; A of seed {config.code_seed}, b {config.code_offset}" if config.input == "gf2" else ""))
     say(f"  trainable {n['trainable']:,} = input {n['input']:,} + body {n['body']:,} + head {n['head']:,}; "
         f"fixed buffers {n['buffers']:,}; stored {n['stored']:,}")
     say(f"  AdamW: weight decay {WEIGHT_DECAY} on {n['decayed']:,} (matrices), none on {n['trainable'] - n['decayed']:,}; "
@@ -306,6 +321,13 @@ def count(text):
     return int(value)
 
 
+def boolean(text):
+    """Parse true, false, 1 or 0."""
+    if text.lower() not in ("true", "1", "false", "0"):
+        raise ValueError
+    return text.lower() in ("true", "1")
+
+
 def parse_args(argv=None):
     """Return the whole configuration: flags over the preset over the defaults below."""
     parser = argparse.ArgumentParser(description=__doc__, usage=argparse.SUPPRESS, allow_abbrev=False,
@@ -318,11 +340,18 @@ def parse_args(argv=None):
     flag("--out", help="run directory (default: out/PRESET-INPUT-sSEED)")
     flag("--resume", action="store_true", default=False, help="continue the run in --out from its newest checkpoint")
     flag("--dry_run", action="store_true", default=False, help="print parameters, memory and FLOPs, and stop")
+    flag("--sweep", action="append", default=[], metavar="SETTINGS", help='run every combination of "NAME=VALUE,VALUE;NAME=...", each in '
+         "a directory of its own in --out (default: out/sweep); give it several times for several grids")
     group = parser.add_argument_group("model").add_argument
     for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd", "n_ffn"):
         group(f"--{name}", type=int, help=from_preset)
-    group("--code_seed", type=int, default=ModelConfig.code_seed, help="gf2: which matrix A (default: %(default)s)")
+    group("--ffn", choices=("swiglu", "gelu"), help=f"feed-forward network {from_preset}")
+    group("--code_seed", type=int, default=ModelConfig.code_seed, help="gf2: which matrix A; random: which codes (default: %(default)s)")
     group("--code_offset", default=ModelConfig.code_offset, help="gf2: b as 0, random or hexadecimal (default: %(default)s)")
+    group("--code_values", default=ModelConfig.code_values, help="binary, gf2: bits as 01 or pm1, -1 and 1 (default: %(default)s)")
+    group("--code_scale", default=ModelConfig.code_scale, help="fixed codes: a factor, or matched, a learned table's norm (default: %(default)s)")
+    group("--lift", default=ModelConfig.lift, help="how K numbers fill the width: tile or interleave (default: %(default)s)")
+    group("--table_free", type=boolean, nargs="?", const=True, default=False, help="binary, gf2: compute the codes from the ids, keep no codebook")
     group = parser.add_argument_group("recipe").add_argument
     group("--tokens_per_step", type=count, help=f"targets of one update {from_preset}")
     group("--max_targets", type=count, help=f"stop at the update that reaches these {from_preset}")
@@ -346,7 +375,7 @@ def parse_args(argv=None):
     group("--keep", type=int, default=2, help="newest checkpoints kept (default: %(default)s)")
     flags = vars(parser.parse_args(argv))
     preset = flags.get("preset", "paper" if torch.cuda.is_available() else "smoke")
-    args = argparse.Namespace(**{"preset": preset, "out": f"out/{preset}-{flags['input']}-s{flags['seed']}",
+    args = argparse.Namespace(**{"preset": preset, "out": "out/sweep" if flags["sweep"] else f"out/{preset}-{flags['input']}-s{flags['seed']}",
                                  "dtype": pick_dtype(flags["device"]), **PRESETS[preset], **flags})
     args.preset_reason = ("--preset" if "preset" in flags else "CUDA is present" if preset == "paper" else "there is no CUDA device")
     try:
@@ -445,8 +474,68 @@ def update(model, step_model, optimizer, batch, args, accumulation, autocast):
     return total_loss, norm
 
 
+# ----------------------------------------------------------------------------------------------------------------------
+# Sweeps: many runs from one command
+
+def parse_sweep(text):
+    """Return the flag settings of one --sweep, every combination: "input=binary,gf2;seed=1,2" -> [{"input": "binary", "seed": "1"},
+    ...]. Raises ValueError if it does not read so."""
+    axes = {}
+    for axis in text.split(";"):
+        name, equals, values = axis.strip().partition("=")
+        if not (name and equals and all(values.split(","))):
+            raise ValueError(f"--sweep={text}: expected NAME=VALUE,VALUE;NAME=VALUE,..., as in input=learned,binary;seed=1,2,3")
+        axes[name] = values.split(",")
+    return [dict(zip(axes, values)) for values in itertools.product(*axes.values())]
+
+
+def run_sweep(sweeps, flags, root):
+    """Run every combination one after the other, each in a directory of its own below root; finished runs are skipped and
+    unfinished ones resumed. Returns the number of runs that failed.
+
+    Everything is checked before anything is trained: the flags of each run, and that a directory that is already there holds
+    the same experiment.
+    """
+    runs = {}
+    for setting in itertools.chain.from_iterable(map(parse_sweep, sweeps)):
+        out = Path(root) / ",".join(f"{name}={value}" for name, value in setting.items())
+        command = [*flags, *(f"--{name}={value}" for name, value in setting.items()), f"--out={out}", "--resume"]
+        runs[out] = command, parse_args(command)
+        if (out / "config.json").exists():
+            try:
+                check_same_experiment(json.loads((out / "config.json").read_text()), experiment_of(runs[out][1]))
+            except ValueError as error:
+                raise ValueError(f"{out}: {error}") from None
+    width, failed, started, trained = max(len(out.name) for out in runs), 0, time.monotonic(), 0
+    print(f"{len(runs)} runs in {root}")
+    for number, (out, (command, args)) in enumerate(runs.items(), 1):
+        done = list_checkpoints(out)[:1] == [out / f"step-{args.steps:08d}.pt"]
+        if not done:
+            out.mkdir(parents=True, exist_ok=True)
+            with open(out / "console.txt", "a") as console:
+                code = subprocess.run([sys.executable, __file__, *command], stdout=console, stderr=subprocess.STDOUT).returncode
+            failed, trained = failed + (code != 0), trained + 1
+        log = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()] if (out / "log.jsonl").exists() else []
+        losses = [row["val_loss"] for row in log if "val_loss" in row]
+        left = (time.monotonic() - started) / max(trained, 1) * (len(runs) - number) / 60
+        result = "skipped, finished" if done else "trained" if code == 0 else f"FAILED, see {out}/console.txt"
+        print(f"{number:4}/{len(runs)}  {out.name:{width}}  held-out {losses[-1] if losses else math.nan:.4f}  {result}"
+              + (f"  (about {left:.0f} minutes left)" if trained and number < len(runs) else ""), flush=True)
+    return failed
+
+
+def experiment_of(args):
+    """Return the arguments that config.json and the checkpoints record."""
+    return {key: value for key, value in vars(args).items() if key not in ("steps", "preset_reason", "sweep")}
+
+
 def main():
     args = parse_args()
+    if args.sweep:
+        flags = [flag for flag in sys.argv[1:] if flag.startswith("--") and "=" in flag]
+        if len(flags) != len(sys.argv) - 1:
+            raise ValueError("--sweep: write every other flag as --NAME=VALUE")
+        return 1 if run_sweep(args.sweep, [f for f in flags if not f.startswith(("--sweep=", "--out="))], args.out) else 0
     config = model_config(args)
     say = print if os.environ.get("RANK", "0") == "0" else lambda *_: None
     say(f"preset {args.preset} ({args.preset_reason}), seed {args.seed}, {args.out}")
@@ -473,12 +562,14 @@ def main():
         f"= {args.tokens_per_step:,} targets; {args.steps:,} updates = {args.steps * args.tokens_per_step:,} targets")
 
     out, step = Path(args.out), 0
-    experiment = {key: value for key, value in vars(args).items() if key not in ("steps", "preset_reason")}
+    experiment = experiment_of(args)
     experiment["data_fingerprint"] = data_fingerprint(meta)
     state = load_run(args, experiment, say)
     model = Decoder(config, args.seed)
     model.checkpoint_activations = args.checkpoint_activations == "block"
     experiment["initial_body_sha256"] = body_hash(model)
+    experiment["parameters"] = model.count()
+    experiment["code_report"] = model.model.embed_tokens.report() if isinstance(model.model.embed_tokens, FixedCodes) else None
     say(f"initial body sha256 {experiment['initial_body_sha256'][:16]}; {device}, {args.dtype}, {torch.get_num_threads()} threads")
     optimizer = build_optimizer(model.to(device), args.max_lr)
     if state is not None:
