@@ -151,7 +151,7 @@ class FixedCodes(nn.Module):
         codes = self.compute(torch.arange(V)) if self.config.table_free else self.codebook
         squared = self.squared_norms(codes).numpy()
         counts, edges = np.histogram(squared, bins=40)
-        facts = code_report(codes.numpy().astype(np.uint8)) if self.config.input in BITS else {}
+        facts = code_report(codes.numpy().astype(np.uint8)) if self.unit == 1 else {}
         return {**facts, "squared_norms": {"mean": float(squared.mean()), "min": float(squared.min()), "max": float(squared.max()),
                                            "histogram": {"edges": edges.tolist(), "counts": counts.tolist()}}}
 
