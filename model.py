@@ -24,12 +24,13 @@ import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from codes import CODE_SEED, FIXED, FRACTION_BITS, code_report, min_bits
 
 INPUTS = ("learned", "tied", "lowdim", *FIXED)
 BITS = ("binary", "gf2")  # the codes that consist of bits
+LOSS_ROWS = 1024  # logits exist for so many rows at a time: 0.2 GB in float32 at the paper's vocabulary
 INIT_STD = 0.02  # every matrix and the learned table; the projections back into the residual stream are scaled down
 
 
@@ -195,6 +196,12 @@ def build_input(config):
 # ----------------------------------------------------------------------------------------------------------------------
 # The parts of a block
 
+def compute_dtype(x):
+    """Return the dtype that matrices multiply x in: autocast's, or x's own."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
 class RMSNorm(nn.Module):
     def __init__(self, n_embd, eps):
         super().__init__()
@@ -202,7 +209,8 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x):
-        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).type_as(x)
+        # Cast here, once: autocast would make, and keep for the backward pass, a copy for each projection that reads x.
+        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(compute_dtype(x))
 
 
 def rope_tables(positions, head_dim, theta):
@@ -279,9 +287,55 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.n_embd, config.norm_eps)
         self.mlp = SwiGLU(config) if config.ffn == "swiglu" else GELU(config)
 
-    def forward(self, x, rope, cache=None):
+    def forward(self, x, rope, cache=None, checkpoint_activations=None):
+        if checkpoint_activations and torch.is_grad_enabled():
+            # The reentrant kind needs an input that requires grad. Fixed codes do not, and it would give the body no
+            # gradient at all, with only a warning.
+            selective = dict(context_fn=selective_contexts) if checkpoint_activations == "selective" else {}
+            return checkpoint(self, x, rope, use_reentrant=False, **selective)
         x = x + self.self_attn(self.input_layernorm(x), rope, cache)
         return x + self.mlp(self.post_attention_layernorm(x))
+
+
+def selective_contexts():
+    """Keep what a block's matrices and attention return, C and F wide values; recompute the rest, which is cheap arithmetic."""
+    aten = torch.ops.aten
+    dear = {aten.mm.default, aten.addmm.default, aten._scaled_dot_product_flash_attention.default,
+            aten._scaled_dot_product_flash_attention_for_cpu.default, aten._scaled_dot_product_efficient_attention.default,
+            aten._scaled_dot_product_cudnn_attention.default}
+    keep = lambda ctx, op, *args, **kwargs: CheckpointPolicy.MUST_SAVE if op in dear else CheckpointPolicy.PREFER_RECOMPUTE
+    return create_selective_checkpoint_contexts(keep)
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    """The mean cross-entropy of x W^T against targets, LOSS_ROWS rows of logits at a time, in float32. The gradients are
+    made beside the loss, while the rows' logits are there, so that nothing is computed twice."""
+
+    @staticmethod
+    def forward(ctx, x, weight, targets, with_gradients):
+        matrix, counted = weight.to(x.dtype), targets >= 0
+        n = counted.sum().clamp(min=1)
+        loss = torch.zeros((), device=x.device)
+        if with_gradients:
+            dx, dweight = torch.empty_like(x), torch.zeros_like(weight, dtype=torch.float32)
+        for start in range(0, len(x), LOSS_ROWS):
+            rows = slice(start, start + LOSS_ROWS)
+            h, count, t = x[rows], counted[rows, None], targets[rows, None].clamp(min=0)
+            logp = (h @ matrix.t()).float().log_softmax(-1)
+            loss -= (logp.gather(1, t) * count).sum()
+            if with_gradients:
+                g = logp.exp_().scatter_add_(1, t, torch.full_like(t, -1, dtype=torch.float32)).to(x.dtype)
+                dx[rows] = (g @ matrix) * count
+                dweight += g.t() @ (h * count)
+        if with_gradients:
+            ctx.save_for_backward(dx, dweight, n)
+            ctx.weight_dtype = weight.dtype
+        return loss / n
+
+    @staticmethod
+    def backward(ctx, grad):
+        dx, dweight, n = ctx.saved_tensors
+        return dx.mul_(grad / n), dweight.mul_(grad / n).to(ctx.weight_dtype), None, None
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -294,7 +348,7 @@ class Decoder(nn.Module):
     def __init__(self, config, seed=1):
         super().__init__()
         self.config = config
-        self.checkpoint_activations = False  # recompute each block in the backward pass instead of keeping its inside
+        self.checkpoint_activations = None  # "block" recomputes each block in the backward pass, "selective" its cheap parts
         self.model = nn.ModuleDict(dict(
             embed_tokens=build_input(config),
             layers=nn.ModuleList(Block(config) for _ in range(config.n_layer)),
@@ -318,26 +372,31 @@ class Decoder(nn.Module):
             idx: int64 (B, T) token ids, T <= block_size counted with what the cache holds.
             targets: int64 (B, T), already shifted: targets[b, t] follows idx[b, t]; -1 is not counted.
             cache: from new_cache(); keys and values (B, H, past, D) of the positions that idx continues. It grows by T.
-        Returns: (logits (B, T, V), loss or None); the loss is float32, nats per target.
+        Returns: (logits (B, T, V), None), or (None, loss) where there are targets: then the logits never exist all at once.
+            The loss is float32, nats per target; 0 where no target counts.
         """
         B, T = idx.size()
         past = cache[0]["k"].size(2) if cache and cache[0] else 0
         assert past + T <= self.config.block_size, f"{past + T} positions: block_size is {self.config.block_size}"
         positions = torch.arange(past, past + T, device=idx.device)
         rope = rope_tables(positions, self.config.n_embd // self.config.n_head, self.config.rope_theta)
-        # The residual stream has the parameters' dtype for every interface: float32 under autocast.
-        x = self.model.embed_tokens(idx, self.lm_head.weight.dtype, self.lm_head.weight)
+        # The residual stream is float32 under autocast, else of the parameters' dtype, for every interface.
+        dtype = torch.float32 if torch.is_autocast_enabled(idx.device.type) else self.lm_head.weight.dtype
+        x = self.model.embed_tokens(idx, dtype, self.lm_head.weight)
         for i, block in enumerate(self.model.layers):
-            if self.checkpoint_activations and torch.is_grad_enabled():
-                # The reentrant kind needs an input that requires grad. Fixed codes do not, and it would give the body no
-                # gradient at all, with only a warning.
-                x = checkpoint(block, x, rope, use_reentrant=False)
-            else:
-                x = block(x, rope, None if cache is None else cache[i])
-        logits = self.lm_head(self.model.norm(x))
+            x = block(x, rope, None if cache is None else cache[i], self.checkpoint_activations)
+        x = self.model.norm(x)
         if targets is None:
-            return logits, None
-        return logits, F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=-1)
+            return self.lm_head(x), None
+        return None, self.loss(x.flatten(0, 1), targets.flatten())
+
+    def loss(self, x, targets):
+        """Return the mean loss of final hidden states (N, C) against targets (N); -1 is not counted."""
+        if torch.compiler.is_compiling():  # the compiler fuses float32 into the softmax and its gradient
+            total = F.cross_entropy(self.lm_head(x).float(), targets, ignore_index=-1, reduction="sum")
+            return total / (targets >= 0).sum().clamp(min=1)
+        with torch.autocast(x.device.type, enabled=False):
+            return LinearCrossEntropy.apply(x, self.lm_head.weight, targets, torch.is_grad_enabled())
 
     def new_cache(self):
         """Return an empty key/value cache: a dict for each block."""
