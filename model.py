@@ -315,14 +315,14 @@ class LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx, x, weight, targets, with_gradients):
         matrix, counted = weight.to(x.dtype), targets >= 0
         n = counted.sum().clamp(min=1)
-        loss = torch.zeros((), device=x.device)
+        loss = torch.zeros((), dtype=torch.float64, device=x.device)  # n equal losses have exactly that mean
         if with_gradients:
             dx, dweight = torch.empty_like(x), torch.zeros_like(weight, dtype=torch.float32)
         for start in range(0, len(x), LOSS_ROWS):
             rows = slice(start, start + LOSS_ROWS)
             h, count, t = x[rows], counted[rows, None], targets[rows, None].clamp(min=0)
             logp = (h @ matrix.t()).float().log_softmax(-1)
-            loss -= (logp.gather(1, t) * count).sum()
+            loss -= (logp.gather(1, t) * count).sum(dtype=torch.float64)
             if with_gradients:
                 g = logp.exp_().scatter_add_(1, t, torch.full_like(t, -1, dtype=torch.float32)).to(x.dtype)
                 dx[rows] = (g @ matrix) * count
@@ -330,7 +330,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         if with_gradients:
             ctx.save_for_backward(dx, dweight, n)
             ctx.weight_dtype = weight.dtype
-        return loss / n
+        return (loss / n).float()
 
     @staticmethod
     def backward(ctx, grad):

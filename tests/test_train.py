@@ -347,9 +347,11 @@ def test_a_finished_run_resumes_to_nothing(straight, data_dir, monkeypatch):
 def test_cut_log_drops_later_rows_and_half_a_row(tmp_path):
     log = tmp_path / "log.jsonl"
     log.write_text('{"step": 0, "val_loss": 5}\n{"step": 1, "loss": 4}\n{"step": 2, "loss": 3}\n{"step": 2, "val_loss": 3}\n{"step": 3, "lo')
-    train.cut_log(log, 2)
+    with open(log, "ab", buffering=0) as file:
+        train.cut_log(file, 2)
     assert log.read_text() == '{"step": 0, "val_loss": 5}\n{"step": 1, "loss": 4}\n{"step": 2, "loss": 3}\n'
-    train.cut_log(log, 0)
+    with open(log, "ab", buffering=0) as file:
+        train.cut_log(file, 0)
     assert log.read_text() == ""
 
 
@@ -363,7 +365,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_update(data_dir, tmp_path, m
     calls = []
     with monkeypatch.context() as patch:
         patch.setattr(Decoder, "forward", poisoned)
-        with pytest.raises(FloatingPointError, match=r"update 7: loss nan.*stopped before the update; last good checkpoint: .*step-00000006.pt"):
+        with pytest.raises(FloatingPointError, match=r"update 7: loss nan.*stopped before this update; last good checkpoint: .*step-00000006.pt"):
             run_here(patch, data_dir, tmp_path, "--max_targets=10240", "--save_every=2", "--eval_every=1000")
     assert all(t.isfinite().all() for t in read_checkpoint(list_checkpoints(tmp_path)[0])["model"].values())
 
