@@ -48,7 +48,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from model import INPUTS, Decoder, ModelConfig, list_checkpoints, read_checkpoint
+from model import INPUTS, SHA256_MARK, Decoder, ModelConfig, list_checkpoints, read_checkpoint
 from prepare import load_tokenizer, open_shards, read_meta, token_bytes
 
 # Each preset with its result as measured, or "not run".
@@ -231,8 +231,11 @@ def save_checkpoint(out, step, keep, keep_every=0, **state):
     path = Path(out) / f"step-{step:08d}.pt"
     aside = path.with_suffix(".tmp")
     try:
-        with open(aside, "wb") as file:
+        with open(aside, "w+b") as file:
             torch.save({"step": step, **state}, file)
+            file.write(SHA256_MARK)
+            file.seek(0)
+            file.write(hashlib.file_digest(file, "sha256").digest())
             file.flush()
             os.fsync(file.fileno())
         aside.replace(path)
@@ -257,7 +260,12 @@ def gather_state(model, optimizer):
 
 
 def scatter_state(model, optimizer, state):
-    """Load what gather_state returned, from rank 0's copy (the others pass {}): one process reads the file."""
+    """Load what gather_state returned, from rank 0's copy (the others pass {}): one process reads the file.
+
+    Raises ValueError, naming them, for weights that are missing or that the model does not have.
+    """
+    if state and (differing := sorted(state["model"].keys() ^ model.state_dict().keys())):
+        raise ValueError(f"the checkpoint and the model differ in {', '.join(differing)}")
     options = full_state.StateDictOptions(full_state_dict=True, broadcast_from_rank0=dist.is_initialized())
     full_state.set_model_state_dict(model, state.get("model", {}), options=options)
     full_state.set_optimizer_state_dict(model, optimizer, state.get("optimizer", {}), options=options)

@@ -404,7 +404,7 @@ def test_any_flipped_byte_is_either_harmless_or_refused(straight, tmp_path):
     """Over the whole file, its zip headers included: the same contents, or ValueError and nothing else."""
     content, chance = final_path(straight).read_bytes(), random.Random(0)
     expected = final(straight)["model"]
-    places = [chance.randrange(len(content)) for _ in range(60)] + [len(content) - 1 - chance.randrange(6000) for _ in range(240)]
+    places = [chance.randrange(len(content)) for _ in range(60)] + [len(content) - 1 - chance.randrange(6000) for _ in range(140)]
     refused = 0
     for place in places:
         bad = bytearray(content)
@@ -416,7 +416,7 @@ def test_any_flipped_byte_is_either_harmless_or_refused(straight, tmp_path):
             refused += 1
         else:
             assert all(torch.equal(found[name], expected[name]) for name in expected), place
-    assert refused > 50
+    assert refused > 190  # all but the mark itself
 
 
 def final_path(out):
@@ -457,7 +457,7 @@ def test_checkpoints_hold_plain_values_only(straight):
     assert {"step", "model", "optimizer", "config", "model_config", "data", "tokenizer_sha256", "eot_id"} == state.keys()
     assert list(state["optimizer"]["state"])[0] in state["model"] and not any("module" in name for name in state["model"])
     state["model"]["extra"] = state["model"].pop("lm_head.weight")
-    with pytest.raises(RuntimeError, match=r"(?s)lm_head.weight.*extra"):
+    with pytest.raises(ValueError, match="differ in extra, lm_head.weight"):
         train.scatter_state(Decoder(ModelConfig(**state["model_config"])), None, state)
 
 
