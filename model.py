@@ -191,8 +191,8 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.n_embd, config.norm_eps)
         self.mlp = SwiGLU(config)
 
-    def forward(self, x, rope, cache=None, checkpoint_activations=None):
-        if checkpoint_activations and torch.is_grad_enabled():
+    def forward(self, x, rope, cache=None, checkpoint_activations="none"):
+        if checkpoint_activations not in ("none", False) and torch.is_grad_enabled():
             # The reentrant kind needs an input that requires grad. Fixed codes do not, and it would give the body no
             # gradient at all, with only a warning.
             selective = dict(context_fn=selective_contexts) if checkpoint_activations == "selective" else {}
@@ -252,7 +252,7 @@ class Decoder(nn.Module):
     def __init__(self, config, seed=1):
         super().__init__()
         self.config = config
-        self.checkpoint_activations = None  # "block" recomputes each block in the backward pass, "selective" its cheap parts
+        self.checkpoint_activations = "none"  # "block" recomputes blocks in the backward pass, "selective" what is cheap in them
         self.model = nn.ModuleDict(dict(
             embed_tokens=build_input(config),
             layers=nn.ModuleList(Block(config) for _ in range(config.n_layer)),

@@ -566,7 +566,7 @@ def test_estimate_counts_what_a_real_step_allocates(kind):
     config = ModelConfig(vocab_size=512, block_size=64, n_layer=3, n_head=2, n_embd=36, n_ffn=96)
     parts = train.estimate_memory(config, 4, "float32", kind, accumulation=1)
     model, idx = Decoder(config), torch.zeros(4, 64, dtype=torch.int64)
-    model.checkpoint_activations = None if kind == "none" else kind
+    model.checkpoint_activations = kind
     with train.LiveBytes(lambda tensor: "all") as live:
         model(idx, idx)[1].backward()
     estimate = parts["gradients"] + parts["activations"] + parts["logits"]
