@@ -15,8 +15,10 @@ Letters in shapes: B rows, T positions, C n_embd, H heads, D head_dim = C / H, V
 Parameters carry the names of a Hugging Face Llama, so exporting renames nothing.
 """
 
+import hashlib
 import math
-import zipfile
+import mmap
+import pickle
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -287,8 +289,8 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.n_embd, config.norm_eps)
         self.mlp = SwiGLU(config) if config.ffn == "swiglu" else GELU(config)
 
-    def forward(self, x, rope, cache=None, checkpoint_activations=None):
-        if checkpoint_activations and torch.is_grad_enabled():
+    def forward(self, x, rope, cache=None, checkpoint_activations="none"):
+        if checkpoint_activations not in ("none", False) and torch.is_grad_enabled():
             # The reentrant kind needs an input that requires grad. Fixed codes do not, and it would give the body no
             # gradient at all, with only a warning.
             selective = dict(context_fn=selective_contexts) if checkpoint_activations == "selective" else {}
@@ -348,7 +350,7 @@ class Decoder(nn.Module):
     def __init__(self, config, seed=1):
         super().__init__()
         self.config = config
-        self.checkpoint_activations = None  # "block" recomputes each block in the backward pass, "selective" its cheap parts
+        self.checkpoint_activations = "none"  # "block" recomputes blocks in the backward pass, "selective" what is cheap in them
         self.model = nn.ModuleDict(dict(
             embed_tokens=build_input(config),
             layers=nn.ModuleList(Block(config) for _ in range(config.n_layer)),
@@ -470,6 +472,9 @@ def pick(logits, temperature, top_k, generator):
 # ----------------------------------------------------------------------------------------------------------------------
 # Checkpoints: out/RUN/step-00000250.pt, written by train.py. The number is the updates done.
 
+SHA256_MARK = b"sha256:"  # and the digest of all before it end a file; torch.load does not mind them
+
+
 def list_checkpoints(run):
     """Return the checkpoint files of a run directory, the newest first."""
     return sorted(Path(run).glob("step-*.pt"), reverse=True)
@@ -478,17 +483,16 @@ def list_checkpoints(run):
 def read_checkpoint(path):
     """Return a checkpoint file's dict of tensors (on the CPU) and plain values; it holds no code (weights_only).
 
-    Raises ValueError if the file is cut or any byte of its contents has changed: torch.save writes a zip archive, whose
-    CRC-32 sums torch.load itself does not check.
+    Raises ValueError if the file is cut, or if its contents do not have the sha256 at its end (train.save_checkpoint).
     """
     try:
-        with zipfile.ZipFile(path) as archive:
-            bad = archive.testzip()
-    except (zipfile.BadZipFile, EOFError, NotImplementedError) as error:
-        bad = error
-    if bad is not None:
-        raise ValueError(f"{path}: damaged checkpoint ({bad}); use an older one of the same run")
-    return torch.load(path, map_location="cpu", weights_only=True)
+        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            mark = len(data) - 32
+            if data[mark - len(SHA256_MARK):mark] == SHA256_MARK and hashlib.sha256(memoryview(data)[:mark]).digest() != data[mark:]:
+                raise RuntimeError("its sha256 differs")
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError) as error:
+        raise ValueError(f"{path}: damaged checkpoint ({str(error).splitlines()[0]}); use an older one of the same run") from None
 
 
 def load_model(path, device="cpu"):

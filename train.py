@@ -51,7 +51,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from model import INIT_STD, INPUTS, Decoder, FixedCodes, ModelConfig, list_checkpoints, read_checkpoint
+from model import INIT_STD, INPUTS, SHA256_MARK, Decoder, FixedCodes, ModelConfig, list_checkpoints, read_checkpoint
 from prepare import load_tokenizer, open_shards, read_meta, token_bytes
 
 # Each preset with its result as measured, or "not run".
@@ -84,7 +84,7 @@ FREE_ON_RESUME = {"preset", "data", "out", "device", "micro_batch", "parallel", 
                   "max_targets", "eval_windows", "eval_every", "save_every", "log_every", "keep", "keep_every", "profile",
                   "tensorboard", "resume", "dry_run", "targets_per_second"}
 STOPPED = 75  # exit code after a signal (EX_TEMPFAIL of sysexits.h: try again)
-DENSE_BF16_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12}  # the makers' data sheets
+DENSE_BF16_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12}  # data sheets
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -244,8 +244,11 @@ def save_checkpoint(out, step, keep, keep_every=0, **state):
     path = Path(out) / f"step-{step:08d}.pt"
     aside = path.with_suffix(".tmp")
     try:
-        with open(aside, "wb") as file:
+        with open(aside, "w+b") as file:
             torch.save({"step": step, **state}, file)
+            file.write(SHA256_MARK)
+            file.seek(0)
+            file.write(hashlib.file_digest(file, "sha256").digest())
             file.flush()
             os.fsync(file.fileno())
         aside.replace(path)
@@ -270,7 +273,12 @@ def gather_state(model, optimizer):
 
 
 def scatter_state(model, optimizer, state):
-    """Load what gather_state returned, from rank 0's copy (the others pass {}): one process reads the file."""
+    """Load what gather_state returned, from rank 0's copy (the others pass {}): one process reads the file.
+
+    Raises ValueError, naming them, for weights that are missing or that the model does not have.
+    """
+    if state and (differing := sorted(state["model"].keys() ^ model.state_dict().keys())):
+        raise ValueError(f"the checkpoint and the model differ in {', '.join(differing)}")
     options = full_state.StateDictOptions(full_state_dict=True, broadcast_from_rank0=dist.is_initialized())
     full_state.set_model_state_dict(model, state.get("model", {}), options=options)
     full_state.set_optimizer_state_dict(model, optimizer, state.get("optimizer", {}), options=options)
@@ -284,6 +292,11 @@ def newest_checkpoint(out, say):
         except ValueError as error:
             say(f"skipped: {error}")
     return None
+
+
+def last_checkpoint(out):
+    """Return the newest checkpoint's path, or "none"."""
+    return next(iter(list_checkpoints(out)), "none")
 
 
 def check_same_experiment(there, here):
@@ -309,7 +322,7 @@ def claim_run(out):
 
 
 def cut_log(log, step):
-    """Drop the open log's rows after `step` updates, and a row that was cut short, so that a resumed run logs each step once."""
+    """Drop the open log's rows after `step` updates, and a row cut short, so that a resumed run logs each step once."""
     end = 0
     for line in Path(log.name).read_bytes().splitlines(keepends=True):
         row = json.loads(line) if line.endswith(b"}\n") else {"step": math.inf}
@@ -422,7 +435,7 @@ def catch_signals():
 
 
 def compile_model(model):
-    """Compile each block, one program for all of them, and the loss. In place: names stay plain, gradients come block by block."""
+    """Compile the blocks, one program for all, and the loss. In place: names stay plain, gradients come block by block."""
     for block in model.model.layers:
         block.compile()
     model.loss = torch.compile(model.loss)
@@ -432,12 +445,12 @@ def parallelize(model, args, device):
     """Return what runs the training steps: model itself, or DDP around it. With fsdp model's own parameters become shards."""
     if args.compile:
         compile_model(model)
-    if not dist.is_initialized() or args.parallel == "ddp":
-        model.to(device)
-        # Codes are constants that every process made alike: no buffer to broadcast.
-        return DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True) if dist.is_initialized() else model
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if args.dtype == "bfloat16" else None, reduce_dtype=torch.float32,
-                                  cast_forward_inputs=False)  # the residual stream stays float32
+    if not dist.is_initialized():
+        return model.to(device)
+    if args.parallel == "ddp":  # codes are constants that every process made alike: no buffer to broadcast
+        return DistributedDataParallel(model.to(device), broadcast_buffers=False, gradient_as_bucket_view=True)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if args.dtype == "bfloat16" else None,
+                                  reduce_dtype=torch.float32, cast_forward_inputs=False)  # the residual stream stays float32
     mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
     for module in (*model.model.layers, model):
         fully_shard(module, mesh=mesh, mp_policy=policy)
@@ -493,7 +506,7 @@ class LiveBytes(TorchDispatchMode):
         self.bytes[self.live.pop(key)] -= nbytes
 
 
-def estimate_memory(config, micro_batch, dtype="bfloat16", checkpoint_activations="none", accumulation=2, parallel="ddp", world_size=1):
+def estimate_memory(config, micro_batch, dtype, checkpoint_activations, accumulation=1, parallel="ddp", world_size=1):
     """Return {part: bytes} of a process at its fullest: parameters, gradients, optimizer, activations, logits.
 
     Runs forward and backward on fake tensors, which have shapes and no contents, so it takes seconds for any size. Describes
@@ -501,7 +514,7 @@ def estimate_memory(config, micro_batch, dtype="bfloat16", checkpoint_activation
     """
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = Decoder(config)
-        model.checkpoint_activations = None if checkpoint_activations == "none" else checkpoint_activations
+        model.checkpoint_activations = checkpoint_activations
         n = sum(p.numel() for p in model.parameters())
         shapes = {p.shape for p in model.parameters()}
 
@@ -517,12 +530,12 @@ def estimate_memory(config, micro_batch, dtype="bfloat16", checkpoint_activation
                 loss.backward()
                 del loss
     parts = {"parameters": 4 * n, "gradients": 0, "optimizer": 8 * n, "activations": 0, "logits": 0} | live.peak
-    if parallel == "fsdp":  # a share of everything, and whole in BF16: the head, a table, this block and the next
-        whole = 2 * (max(2 * config.n_layer, 2) and sum(p.numel() for _, p in model.group_parameters()["input"] + model.group_parameters()["head"])
-                     + 2 * sum(p.numel() for p in model.model.layers[0].parameters()))
-        parts |= {part: parts[part] / world_size for part in ("parameters", "optimizer")}
-        parts["gradients"] = 4 * n / world_size + whole
-        parts["parameters"] += whole
+    if parallel == "fsdp" and world_size > 1:
+        # A share of everything; and whole, as they multiply, the head, a table, the block at work and the next one.
+        size = {group: sum(p.numel() for _, p in members) for group, members in model.group_parameters().items()}
+        whole = (2 if dtype == "bfloat16" else 4) * (size["input"] + size["head"] + 2 * size["body"] / config.n_layer)
+        parts |= {"parameters": 4 * n / world_size + whole, "gradients": 4 * n / world_size + whole}
+        parts["optimizer"] /= world_size
     return parts
 
 
@@ -530,20 +543,23 @@ def print_costs(args, config, flops, say):
     """Print the memory of a process and the time of the run."""
     world_size = int(os.environ["WORLD_SIZE"]) if dist.is_torchelastic_launched() else 1
     accumulation = args.tokens_per_step // (args.block_size * args.micro_batch * world_size)
-    parts = estimate_memory(config, args.micro_batch, args.dtype, args.checkpoint_activations, accumulation, args.parallel, world_size)
-    say(f"memory of each of {world_size} processes ({args.parallel}), micro_batch {args.micro_batch}, checkpoint_activations="
-        f"{args.checkpoint_activations}, {args.dtype}: {sum(parts.values()) / 1e9:.2f} GB = "
-        + " + ".join(f"{part} {size / 1e9:.2f}" for part, size in parts.items())
-        + ("" if args.device.startswith("cuda") else f"; Python and torch on a CPU: + {peak_memory_gb(torch.device('cpu')):.2f}"))
-    rate, source = args.targets_per_second, "--targets_per_second"
-    if not rate and (log := Path(args.out) / "log.jsonl").exists():
-        rates = [row["targets_per_second"] for row in map(json.loads, log.read_text().splitlines()) if "targets_per_second" in row]
-        rate, source = (np.median(rates), f"as measured in {args.out}") if rates else (None, None)
-    if not rate:
-        rate, source = world_size * 0.4 * DENSE_BF16_FLOPS["H200"] / flops, f"{world_size} x 40 % of an H200's peak, an assumption"
+    parts = estimate_memory(config, args.micro_batch, args.dtype, args.checkpoint_activations, accumulation, args.parallel,
+                            world_size)
+    rest = "" if args.device.startswith("cuda") else f"; Python and torch themselves {peak_memory_gb(torch.device('cpu')):.2f}"
+    say(f"memory of each of {world_size} processes ({args.parallel}), micro_batch {args.micro_batch}, {args.dtype}, "
+        f"checkpoint_activations={args.checkpoint_activations}: {sum(parts.values()) / 1e9:.2f} GB = "
+        + " + ".join(f"{part} {size / 1e9:.2f}" for part, size in parts.items()) + rest)
+    log = Path(args.out) / "log.jsonl"
+    rates = [json.loads(line).get("targets_per_second", 0) for line in log.read_text().splitlines()] if log.exists() else []
+    if args.targets_per_second:
+        rate, source = args.targets_per_second, "--targets_per_second"
+    elif any(rates):
+        rate, source = np.median([rate for rate in rates if rate]), f"as measured in {args.out}"
+    else:
+        rate, source = world_size * 0.4 * DENSE_BF16_FLOPS["H200"] / flops, f"assuming {world_size} H200 at 40 % of its peak"
     hours = args.max_targets / rate / 3600
-    say(f"time for {args.max_targets:,} targets, {args.max_targets * flops:.3g} FLOPs: {hours:,.1f} hours = {hours * world_size:,.1f} device-hours "
-        f"at {rate:,.0f} targets/s ({source})")
+    say(f"time for {args.max_targets:,} targets, {args.max_targets * flops:.3g} FLOPs: {hours:,.1f} hours, "
+        f"{hours * world_size:,.1f} device-hours, at {rate:,.0f} targets/s ({source})")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -575,7 +591,7 @@ FLAGS = {
                          "several --sweep for several grids"),
         resume=(bool, False, "continue the run in --out from its newest intact checkpoint"),
         dry_run=(bool, False, "print parameters, memory, FLOPs and time, and stop"),
-        targets_per_second=(float, 0.0, "dry_run: the rate to assume; 0 for the one in --out's log, else 40 %% of an H200's peak")),
+        targets_per_second=(float, 0.0, "dry_run: the rate; 0 for the one in --out's log, else 40 %% of an H200's peak")),
     "model": dict(
         vocab_size=(int, None, "V"),
         block_size=(int, None, "T, context length"),
@@ -603,9 +619,9 @@ FLAGS = {
         device=(str, "cuda" if torch.cuda.is_available() else "cpu", "cpu, cuda or cuda:N"),
         dtype=(("bfloat16", "float32"), None, "autocast, parameters are float32; bfloat16 where it is fast"),
         micro_batch=(int, None, "windows a forward pass; trades memory only"),
-        parallel=(("ddp", "fsdp"), "ddp", "under torchrun: a whole copy in each process, or a share of weights, gradients and moments"),
-        checkpoint_activations=(("none", "block", "selective"), None, "recompute in the backward pass: nothing, whole blocks, "
-                                "or what is cheap in them"),
+        parallel=(("ddp", "fsdp"), "ddp", "under torchrun: each process holds a copy of the model, or a share of it"),
+        checkpoint_activations=(("none", "block", "selective"), None, "recompute for the backward pass: nothing, whole blocks, or "
+                                "what is cheap in them"),
         compile=(bool, False, "torch.compile the blocks and the loss"),
         timeout=(int, 600, "seconds after which a lost process ends the others")),
     "reports": dict(
@@ -638,7 +654,7 @@ def parse_args(argv=None):
     args = argparse.Namespace(**values | {"preset": preset})
     args.out = args.out or ("out/sweep" if args.sweep else f"out/{preset}-{args.input}-s{args.seed}")
     args.dtype = args.dtype or pick_dtype(args.device)
-    args.preset_reason = "--preset" if "preset" in given else "CUDA is present" if preset == "paper" else "there is no CUDA device"
+    args.preset_reason = ("--preset" if "preset" in given else "CUDA is present" if preset == "paper" else "there is no CUDA device")
     try:
         check_args(args)
     except ValueError as error:
@@ -678,6 +694,30 @@ def model_config(args):
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The run
+
+def open_data(args, rank, world_size, say):
+    """Return (meta, windows_per_step, sampler, *load_validation(...)) and print what an update is made of.
+
+    Raises ValueError: what can be wrong with the data shows before anything is built or written.
+    """
+    meta = read_meta(args.data)
+    if (found := meta["tokenizer"]["vocab_size"]) != args.vocab_size:
+        raise ValueError(f"vocab_size={args.vocab_size}, but {args.data} has {found}; give --vocab_size={found} or another --data")
+    windows_per_step = args.tokens_per_step // args.block_size
+    accumulation, rest = divmod(windows_per_step, world_size * args.micro_batch)
+    if rest:
+        raise ValueError(f"{windows_per_step} windows an update do not divide by {world_size} processes x micro_batch "
+                         f"{args.micro_batch}; change --micro_batch or --tokens_per_step")
+    shards = open_shards(args.data, "train")
+    sampler = WindowSampler(shards, args.block_size, args.seed, args.windows_per_visit)
+    validation = load_validation(args, rank, world_size, say)
+    entropy = unigram_entropy(shards, args.vocab_size)
+    say(f"data {args.data}: {sum(s.documents for s in shards):,} documents, {sum(s.tokens for s in shards):,} tokens in "
+        f"{len(shards)} shards; unigram entropy {entropy:.4f} nats, uniform {math.log(args.vocab_size):.4f}")
+    say(f"update: micro_batch {args.micro_batch} x context {args.block_size} x accumulation {accumulation} x processes "
+        f"{world_size} = {args.tokens_per_step:,} targets; {args.steps:,} updates = {args.steps * args.tokens_per_step:,} targets")
+    return meta, windows_per_step, sampler, *validation
+
 
 def load_run(args, experiment, say):
     """Return the checkpoint to continue from, or {} for a new run. Raises ValueError rather than mix two experiments."""
@@ -732,9 +772,16 @@ def check_finite(bad, out):
     """Raise FloatingPointError if an update was not finite; waits for the device."""
     number, loss, norm = bad.tolist()
     if number:
-        good = [*list_checkpoints(out), "none"][0]
         raise FloatingPointError(f"update {int(number):,}: loss {loss}, gradient norm {norm}; stopped before this update; "
-                                 f"last good checkpoint: {good}")
+                                 f"last good checkpoint: {last_checkpoint(out)}")
+
+
+def start_profiler(out):
+    """Return a profiler that is to be told of each update; it writes the third to fifth as out/trace.json."""
+    profiler = torch.profiler.profile(schedule=torch.profiler.schedule(skip_first=1, wait=0, warmup=1, active=3, repeat=1),
+                                      on_trace_ready=lambda done: done.export_chrome_trace(str(Path(out) / "trace.json")))
+    profiler.start()
+    return profiler
 
 
 def open_tensorboard(out):
@@ -814,23 +861,7 @@ def main():
         return print_costs(args, config, flops, say)
     rank, world_size, device = start_processes(args)
 
-    # What can be wrong with the data shows before anything is built or written.
-    meta = read_meta(args.data)
-    if (found := meta["tokenizer"]["vocab_size"]) != args.vocab_size:
-        raise ValueError(f"vocab_size={args.vocab_size}, but {args.data} has {found}; give --vocab_size={found} or another --data")
-    windows_per_step = args.tokens_per_step // args.block_size
-    accumulation, rest = divmod(windows_per_step, world_size * args.micro_batch)
-    if rest:
-        raise ValueError(f"{windows_per_step} windows an update do not divide by {world_size} processes x micro_batch "
-                         f"{args.micro_batch}; change --micro_batch or --tokens_per_step")
-    shards = open_shards(args.data, "train")
-    sampler = WindowSampler(shards, args.block_size, args.seed, args.windows_per_visit)
-    val_inputs, val_targets, val_bytes_per_target = load_validation(args, rank, world_size, say)
-    say(f"data {args.data}: {sum(s.documents for s in shards):,} documents, {sum(s.tokens for s in shards):,} tokens in "
-        f"{len(shards)} shards; unigram entropy {unigram_entropy(shards, args.vocab_size):.4f} nats, uniform {math.log(args.vocab_size):.4f}")
-    say(f"update: micro_batch {args.micro_batch} x context {args.block_size} x accumulation {accumulation} x processes {world_size} "
-        f"= {args.tokens_per_step:,} targets; {args.steps:,} updates = {args.steps * args.tokens_per_step:,} targets")
-
+    meta, windows_per_step, sampler, val_inputs, val_targets, val_bytes_per_target = open_data(args, rank, world_size, say)
     out, state = Path(args.out), {}
     experiment = experiment_of(args)
     experiment["data_fingerprint"] = data_fingerprint(meta)
@@ -839,11 +870,12 @@ def main():
         state = load_run(args, experiment, say)
         writer = open_tensorboard(out) if args.tensorboard else None
     model = Decoder(config, args.seed)
-    model.checkpoint_activations = None if args.checkpoint_activations == "none" else args.checkpoint_activations
+    model.checkpoint_activations = args.checkpoint_activations
     experiment["initial_body_sha256"] = body_hash(model)
     experiment["parameters"] = model.count()
     experiment["code_report"] = model.model.embed_tokens.report() if isinstance(model.model.embed_tokens, FixedCodes) else None
-    say(f"initial body sha256 {experiment['initial_body_sha256'][:16]}; {device}, {args.dtype}, {torch.get_num_threads()} threads")
+    say(f"initial body sha256 {experiment['initial_body_sha256'][:16]}; {device}, {args.dtype}, "
+        f"{torch.get_num_threads()} threads")
     step_model = parallelize(model, args, device)
     optimizer = build_optimizer(model, args.max_lr)
     step = from_rank_0(state.get("step", 0))
@@ -870,10 +902,11 @@ def main():
         state = gather_state(model, optimizer)
         try:
             if rank == 0:
-                save_checkpoint(out, step, args.keep, args.keep_every, **state, config=experiment, model_config=asdict(config),
-                                data=args.data, tokenizer_sha256=meta["tokenizer"]["sha256"], eot_id=meta["tokenizer"]["eot_id"])
+                save_checkpoint(out, step, args.keep, args.keep_every, **state, config=experiment,
+                                model_config=asdict(config), data=args.data, tokenizer_sha256=meta["tokenizer"]["sha256"],
+                                eot_id=meta["tokenizer"]["eot_id"])
         except (OSError, RuntimeError) as error:
-            print(f"step {step}: checkpoint not saved: {error}; last good one: {[*list_checkpoints(out), 'none'][0]}", file=sys.stderr)
+            print(f"step {step}: checkpoint not saved: {error}; last good one: {last_checkpoint(out)}", file=sys.stderr)
             return True
         return False
 
@@ -881,10 +914,7 @@ def main():
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16", cache_enabled=False)
     bad = torch.zeros(3, dtype=torch.float64, device=device)
     signals = catch_signals()
-    profiler = torch.profiler.profile(schedule=torch.profiler.schedule(skip_first=1, wait=0, warmup=1, active=3, repeat=1),
-                                      on_trace_ready=lambda done: done.export_chrome_trace(str(out / "trace.json")))
-    if args.profile and rank == 0:
-        profiler.start()
+    profiler = start_profiler(out) if args.profile and rank == 0 else None
     since, timed_steps = time.perf_counter(), 0  # of the stretch whose rate is being taken: no evaluation or save in it
     while True:
         if val_inputs is not None and (step % args.eval_every == 0 or step == args.steps):
@@ -904,7 +934,7 @@ def main():
             batch = [part.pin_memory().to(device, non_blocking=True) for part in batch]
         loss, norm = update(step_model, optimizer, batch, args.micro_batch, autocast, step + 1, bad)
         step, timed_steps = step + 1, timed_steps + 1
-        if args.profile and rank == 0:
+        if profiler:
             profiler.step()
 
         stop = any_process(signals)
@@ -915,8 +945,8 @@ def main():
             rate = timed_steps * args.tokens_per_step / (time.perf_counter() - since)
             left, memory = int((args.steps - step) * args.tokens_per_step / rate), peak_memory_gb(device)
             mfu = f"MFU {rate * flops / world_size / peak:.1%}  " if (peak := peak_flops(device)) else ""
-            say(f"step {step:6,}  targets {step * args.tokens_per_step:,}  loss {loss:.4f}  lr {lr:.3e}  norm {norm:.3f}  {rate:,.0f} targets/s  "
-                f"{mfu}ETA {left // 3600}:{left // 60 % 60:02}:{left % 60:02}  {memory:.2f} GB")
+            say(f"step {step:6,}  targets {step * args.tokens_per_step:,}  loss {loss:.4f}  lr {lr:.3e}  norm {norm:.3f}  "
+                f"{rate:,.0f} targets/s  {mfu}ETA {left // 3600}:{left // 60 % 60:02}:{left % 60:02}  {memory:.2f} GB")
             log(step=step, targets=step * args.tokens_per_step, loss=loss.item(), lr=lr, grad_norm=norm.item(),
                 targets_per_second=rate, memory_gb=memory)
             since, timed_steps = time.perf_counter(), 0

@@ -94,7 +94,7 @@ def build(name, size):
         model = GPT(**sizes)
         return model, torch.compile(model) if compiled else model
     model = Decoder(ModelConfig(input="learned" if kind == "ours_learned" else "binary", **sizes))
-    model.checkpoint_activations = {"ours_block": "block", "ours_selective": "selective"}.get(kind)
+    model.checkpoint_activations = {"ours_block": "block", "ours_selective": "selective"}.get(kind, "none")
     if compiled:
         train.compile_model(model)
     return model, lambda x, y: model(x, y)[1]
