@@ -491,7 +491,9 @@ def read_checkpoint(path):
             if data[mark - len(SHA256_MARK):mark] == SHA256_MARK and hashlib.sha256(memoryview(data)[:mark]).digest() != data[mark:]:
                 raise RuntimeError("its sha256 differs")
         return torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError) as error:
+    except FileNotFoundError:
+        raise
+    except (RuntimeError, ValueError, EOFError, KeyError, OSError, pickle.UnpicklingError) as error:
         raise ValueError(f"{path}: damaged checkpoint ({str(error).splitlines()[0]}); use an older one of the same run") from None
 
 

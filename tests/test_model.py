@@ -435,8 +435,7 @@ def test_damaged_checkpoints_are_refused(tmp_path):
     path = tmp_path / "step-00000003.pt"
     save(path, tiny())
     good = path.read_bytes()
-    at = good.index(tiny().lm_head.weight.detach().numpy().tobytes()[:64])
-    for bad in (good[:len(good) // 2], good[:-20], b"", good[:at] + bytes([good[at] ^ 1]) + good[at + 1:]):
+    for bad in (good[:len(good) // 2], good[:-20], good[:100], b""):  # a changed byte: tests/test_train.py
         path.write_bytes(bad)
         with pytest.raises(ValueError, match="damaged checkpoint"):
             read_checkpoint(path)
@@ -447,3 +446,5 @@ def test_damaged_checkpoints_are_refused(tmp_path):
 def test_no_checkpoint_says_what_to_type(tmp_path):
     with pytest.raises(FileNotFoundError, match="train.py --out"):
         load_model(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        load_model(tmp_path / "step-00000001.pt")
