@@ -216,13 +216,13 @@ class RMSNorm(nn.Module):
 
 
 def rope_tables(positions, head_dim, theta):
-    """Return (cos, sin), float32 [T, D / 2], of the rotary angles at integer positions [T] (RoFormer, arXiv 2104.09864).
+    """Return (cos, sin), float32 [..., D / 2], of the rotary angles at integer positions [...] (RoFormer, arXiv 2104.09864).
 
     Made afresh in each forward, so there is no buffer for a cast to bfloat16 to ruin. The angles are float64: at position
     2047 float32 would be off by 1e-4. Under a millionth of a step's work.
     """
     frequencies = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device) / head_dim)
-    angles = positions.double()[:, None] * frequencies
+    angles = positions.double()[..., None] * frequencies
     return angles.cos().float(), angles.sin().float()
 
 
@@ -242,15 +242,14 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(C, C, bias=False)
         self.o_proj = nn.Linear(C, C, bias=False)
 
-    def forward(self, x, rope, cache=None):
+    def forward(self, x, rope, cache=None, mask=None):
         B, T, C = x.size()
         q, k, v = (proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, H, T, D)
                    for proj in (self.q_proj, self.k_proj, self.v_proj))
         q, k = apply_rope(q, *rope), apply_rope(k, *rope)
-        mask = None
         if cache:
-            # is_causal aligns its triangle top left, which is wrong once there are more keys than queries.
-            mask = torch.ones(T, cache["k"].size(2) + T, dtype=torch.bool, device=x.device).tril(cache["k"].size(2))
+            if mask is None:  # is_causal aligns its triangle top left, which is wrong once there are more keys than queries
+                mask = torch.ones(T, cache["k"].size(2) + T, dtype=torch.bool, device=x.device).tril(cache["k"].size(2))
             k, v = torch.cat((cache["k"], k), dim=2), torch.cat((cache["v"], v), dim=2)
         if cache is not None:
             cache.update(k=k, v=v)
@@ -289,13 +288,13 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.n_embd, config.norm_eps)
         self.mlp = SwiGLU(config) if config.ffn == "swiglu" else GELU(config)
 
-    def forward(self, x, rope, cache=None, checkpoint_activations="none"):
-        if checkpoint_activations not in ("none", False) and torch.is_grad_enabled():
+    def forward(self, x, rope, cache=None, mask=None, checkpoint_activations="none"):
+        if checkpoint_activations != "none" and torch.is_grad_enabled():
             # The reentrant kind needs an input that requires grad. Fixed codes do not, and it would give the body no
             # gradient at all, with only a warning.
             selective = dict(context_fn=selective_contexts) if checkpoint_activations == "selective" else {}
             return checkpoint(self, x, rope, use_reentrant=False, **selective)
-        x = x + self.self_attn(self.input_layernorm(x), rope, cache)
+        x = x + self.self_attn(self.input_layernorm(x), rope, cache, mask)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -367,27 +366,33 @@ class Decoder(nn.Module):
                 std = residual_std if name.endswith(("o_proj.weight", "down_proj.weight")) else INIT_STD
                 nn.init.normal_(p, std=std, generator=generator)
 
-    def forward(self, idx, targets=None, cache=None):
+    def forward(self, idx, targets=None, cache=None, positions=None, mask=None, select=None):
         """Return logits, and the mean loss if there are targets.
 
         Args:
             idx: int64 (B, T) token ids, T <= block_size counted with what the cache holds.
             targets: int64 (B, T), already shifted: targets[b, t] follows idx[b, t]; -1 is not counted.
             cache: from new_cache(); keys and values (B, H, past, D) of the positions that idx continues. It grows by T.
+            positions: int64 (B, T), where they are not past, past + 1, ... in every row.
+            mask: bool (B, 1, T, past + T), true where a query may see a key; causal unless given.
+            select: (rows, columns), int64 [n] each: logits are made at these places only, (n, V).
         Returns: (logits (B, T, V), None), or (None, loss) where there are targets: then the logits never exist all at once.
             The loss is float32, nats per target; 0 where no target counts.
         """
         B, T = idx.size()
         past = cache[0]["k"].size(2) if cache and cache[0] else 0
-        assert past + T <= self.config.block_size, f"{past + T} positions: block_size is {self.config.block_size}"
-        positions = torch.arange(past, past + T, device=idx.device)
+        if positions is None:
+            assert past + T <= self.config.block_size, f"{past + T} positions: block_size is {self.config.block_size}"
+            positions = torch.arange(past, past + T, device=idx.device)
+        else:
+            positions = positions[:, None]  # (B, 1, T): the same for every head
         rope = rope_tables(positions, self.config.n_embd // self.config.n_head, self.config.rope_theta)
         # The residual stream is float32 under autocast, else of the parameters' dtype, for every interface.
         dtype = torch.float32 if torch.is_autocast_enabled(idx.device.type) else self.lm_head.weight.dtype
         x = self.model.embed_tokens(idx, dtype, self.lm_head.weight)
         for i, block in enumerate(self.model.layers):
-            x = block(x, rope, None if cache is None else cache[i], self.checkpoint_activations)
-        x = self.model.norm(x)
+            x = block(x, rope, None if cache is None else cache[i], mask, self.checkpoint_activations)
+        x = self.model.norm(x if select is None else x[select])
         if targets is None:
             return self.lm_head(x), None
         return None, self.loss(x.flatten(0, 1), targets.flatten())
@@ -405,7 +410,7 @@ class Decoder(nn.Module):
         return [{} for _ in self.model.layers]
 
     @torch.no_grad()
-    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, stop_id=None, generator=None):
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, stop_id=None, generator=None, n_ids=None):
         """Yield the ids that continue a prompt, int64 (1, T), one by one.
 
         Args:
@@ -413,6 +418,7 @@ class Decoder(nn.Module):
             top_k: sample among the k most probable ids only.
             stop_id: end after yielding this id.
             generator: torch.Generator on the model's device, for a repeatable sample.
+            n_ids: take ids below it only: a head may have more rows than the tokenizer has tokens.
         Raises ValueError for a negative temperature, top_k below 1 or an empty prompt.
         """
         if temperature < 0 or (top_k is not None and top_k < 1) or idx.size(1) == 0:
@@ -422,7 +428,7 @@ class Decoder(nn.Module):
         idx = new = idx[:, -T:]
         cache = self.new_cache()
         for _ in range(max_new_tokens):
-            logits = self(new, cache=cache)[0][:, -1].float()
+            logits = self(new, cache=cache)[0][:, -1, :n_ids].float()
             new = pick(logits, temperature, top_k, generator)
             yield new.item()
             if new.item() == stop_id:

@@ -328,7 +328,7 @@ def test_checkpointing_gives_every_parameter_its_gradient(input):
     model(idx, targets)[1].backward()
     plain = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
-    model.checkpoint_activations = True
+    model.checkpoint_activations = "block"
     model(idx, targets)[1].backward()
     for name, p in model.named_parameters():
         assert p.grad is not None and p.grad.abs().sum() > 0, name
