@@ -59,8 +59,8 @@ PRESETS = {
     # 2.3M parameters, 3M targets on a laptop CPU
     "smoke": dict(
         data="data/stdlib", vocab_size=3072, block_size=256, n_layer=4, n_head=4, n_embd=192, n_ffn=512,
-        tokens_per_step=4096, micro_batch=16, max_lr=3e-3, min_lr=3e-4, warmup_steps=50, decay_steps=0, max_targets=3_000_000,
-        eval_windows=64, eval_every=100, save_every=250, log_every=10, checkpoint_activations="none"),
+        tokens_per_step=2048, micro_batch=8, max_lr=4e-3, min_lr=4e-4, warmup_steps=50, decay_steps=0, max_targets=2_000_000,
+        eval_windows=64, eval_every=200, save_every=200, log_every=20, checkpoint_activations="none"),
     # The paper: 1.71B trainable parameters (fixed codes), 100B targets, 805 GPU-hours at 40 % of an H200's peak. Not run.
     "paper": dict(
         data="data/fineweb-edu", vocab_size=49_152, block_size=2048, n_layer=24, n_head=32, n_embd=2048, n_ffn=8192,
