@@ -6,12 +6,16 @@ enter the decoder as its own binary code, repeated 128 times, with nothing to tr
     binary    c_j(t) = floor(t / 2^j) mod 2,   j = 0..K-1           little-endian: column 0 is the lowest bit
     gf2       g(t)   = A c(t) + b  (mod 2)                          A invertible K x K over GF(2), b = 0 by default
 
-Both are injective, so no two tokens are ever confused; A only changes which tokens look alike.
+Both are injective, so no two tokens are ever confused; A only changes which tokens look alike. Two controls that the paper
+asks for are continuous: random and sinusoid codes of the same K numbers, no two ids closer than MIN_DISTANCE.
+
+A codebook is one integer array [V, K], so that no cast of the model can change it. FIXED names the functions that make
+them; a new interface is one more function there.
 
 Usage:
     python codes.py --vocab_size=49152 --code_seed=12345
 
-Reads and writes nothing; every array is uint8 with values {0, 1}. V = vocab_size, K = n_bits.
+Reads and writes nothing; arrays of bits are uint8 with values {0, 1}. V = vocab_size, K = n_bits.
 """
 
 import argparse
@@ -22,6 +26,8 @@ import numpy as np
 MAX_VOCAB_SIZE = 65_536  # token ids are stored as uint16
 CODE_SEED = 12345        # the paper's recoding matrix
 MIN_WEIGHT = 4           # every row and column of A has at least this many ones (the paper)
+MIN_DISTANCE = 0.1       # between any two continuous codes, after rounding to bfloat16
+FRACTION_BITS = 12       # continuous codes are int16 multiples of 2^-12: +-8, finer than bfloat16 near 1
 MAX_DRAWS = 100_000      # at K = 16 one draw in five is accepted; below K = 8 hardly any is
 
 
@@ -156,13 +162,79 @@ def recode(codes, matrix, offset):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# Continuous controls: K real numbers an id, as int16 multiples of 2^-12
+
+def to_fixed_point(values):
+    """Return float values [V, K] as int16 [V, K] in units of 2^-12. Raises ValueError if two rows are then closer than
+    MIN_DISTANCE after rounding to bfloat16, the coarsest dtype of use."""
+    codes = np.clip(np.rint(values * 2**FRACTION_BITS), -2**15, 2**15 - 1).astype(np.int16)
+    nearest = min_distance(to_bfloat16(codes * np.float32(2**-FRACTION_BITS)), MIN_DISTANCE)
+    if nearest < MIN_DISTANCE:
+        raise ValueError(f"two ids have codes {nearest:.3f} apart: expected at least {MIN_DISTANCE}; another --code_seed or a "
+                         "smaller vocabulary would do")
+    return codes
+
+
+def to_bfloat16(values):
+    """Return float32 values rounded to the nearest bfloat16 (ties to even), as float32."""
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    return (bits + 0x7FFF + (bits >> 16 & 1) & 0xFFFF_0000).astype(np.uint32).view(np.float32)
+
+
+def min_distance(values, limit, rows=256):
+    """Return the smallest Euclidean distance between two rows of float32 [V, K], or limit if none is closer than that.
+
+    Rows are sorted by their first number, so that only rows less than limit apart in it have to be compared.
+    """
+    values = values[np.argsort(values[:, 0])]
+    ends = np.searchsorted(values[:, 0], values[:, 0] + np.float32(limit), side="right")
+    squared, nearest = (values**2).sum(1), limit**2
+    for start in range(0, len(values), rows):
+        stop = min(start + rows, len(values))
+        d = squared[start:stop, None] + squared[start:ends[stop - 1]] - 2 * values[start:stop] @ values[start:ends[stop - 1]].T
+        np.fill_diagonal(d, np.inf)
+        nearest = min(nearest, d.min())
+    return float(np.sqrt(max(nearest, 0)))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The fixed interfaces: (V, seed, offset) -> {"codebook": integers [V, K], and what else a checkpoint should carry}
+
+def fixed_binary(vocab_size, code_seed, code_offset):
+    """The id's own bits (the paper)."""
+    return {"codebook": binary_codes(vocab_size)}
+
+
+def fixed_gf2(vocab_size, code_seed, code_offset):
+    """The bits recoded by A and b (the paper)."""
+    matrix, offset = draw_recoding(min_bits(vocab_size), code_seed, code_offset)
+    return {"codebook": recode(binary_codes(vocab_size), matrix, offset), "matrix": matrix, "offset": offset}
+
+
+def fixed_random(vocab_size, code_seed, code_offset):
+    """K standard normal numbers: as many dimensions as the bits, without their structure."""
+    return {"codebook": to_fixed_point(np.random.RandomState(code_seed).standard_normal((vocab_size, min_bits(vocab_size))))}
+
+
+def fixed_sinusoid(vocab_size, code_seed, code_offset):
+    """Sines and cosines of the id at frequencies V^(-2i/K), i = 0..K/2-1, as a Transformer's positions (arXiv 1706.03762)."""
+    K = min_bits(vocab_size)
+    angles = np.arange(vocab_size)[:, None] * float(vocab_size) ** (-2 * np.arange((K + 1) // 2) / K)
+    return {"codebook": to_fixed_point(np.hstack((np.sin(angles), np.cos(angles)))[:, :K])}
+
+
+FIXED = {"binary": fixed_binary, "gf2": fixed_gf2, "random": fixed_random, "sinusoid": fixed_sinusoid}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # Checks
 
 def code_report(codes):
     """Return the facts of a codebook uint8 [V, K] that the paper reports, as plain Python values.
 
     Keys: vocab_size, n_bits, injective (bool), zero_ids (the ids whose code is all zero: their input vector is 0),
-    weight_histogram (ids by Hamming weight 0..K), weight_mean, weight_variance, bit_counts (ids in which bit j is set).
+    weight_histogram (ids by Hamming weight 0..K), weight_mean, weight_variance, bit_counts (ids in which bit j is set),
+    distance_histogram (pairs of ids by Hamming distance 0..K).
     """
     V, K = codes.shape
     weights = codes.sum(1, dtype=np.int64)
@@ -175,7 +247,28 @@ def code_report(codes):
         "weight_mean": weights.mean().item(),
         "weight_variance": weights.var().item(),
         "bit_counts": codes.sum(0, dtype=np.int64).tolist(),
+        "distance_histogram": distance_histogram(codes),
     }
+
+
+def distance_histogram(codes):
+    """Return how many unordered pairs of ids have codes of Hamming distance 0..K.
+
+    All V^2 / 2 pairs at once: the XOR-autocorrelation of the set of codes, by a Walsh-Hadamard transform of size 2^K.
+    """
+    K = codes.shape[1]
+    present = np.bincount(codes_to_ids(codes), minlength=1 << K)
+
+    def transform(a):
+        for j in range(K):
+            a = a.reshape(-1, 2, 1 << j)
+            a = np.stack((a[:, 0] + a[:, 1], a[:, 0] - a[:, 1]), axis=1)
+        return a.ravel()
+
+    pairs = transform(transform(present.astype(np.int64)) ** 2) >> K  # ordered pairs by XOR, each id with itself at 0
+    pairs[0] -= len(codes)
+    weight = binary_codes(1 << K).sum(1)
+    return [int(pairs[weight == h].sum()) // 2 for h in range(K + 1)]
 
 
 def print_report(name, codes):

@@ -51,7 +51,7 @@ from scipy.stats import rankdata
 from tqdm import tqdm
 
 from codes import binary_codes, recode
-from model import Decoder, ModelConfig, load_model
+from model import Decoder, FixedCodes, ModelConfig, build_input, load_model
 from prepare import load_tokenizer, open_shards, read_meta, token_bytes, vocab_size, write_whole
 
 # The paper's benchmarks: (tasks, shots). WikiText's windows are the longest inputs: memory trouble shows first.
@@ -875,9 +875,15 @@ A Llama-style decoder language model: {step:,} updates, input interface `{input}
 
 {about}
 """
-FIXED = """Its input table is fixed, not trained. Row t of `model.embed_tokens.weight` is the {n_bits}-bit little-endian
-binary code of the id t{recoding}, repeated {n_tile} times. `nanobit` in config.json holds what it is made of. Keep it
-frozen in further training."""
+FIXED = """Its input table is fixed, not trained. Row t of `model.embed_tokens.weight` is the {n_bits}-number `{input}` code of
+the id t, {lift}d {n_tile} times. `nanobit` in config.json holds what it is made of. Keep it frozen in further training."""
+INPUT_FIELDS = ("input", "code_seed", "code_offset", "code_values", "code_scale", "lift")  # of ModelConfig
+
+
+@torch.no_grad()
+def input_matrix(table, vocab_size, head):
+    """Return what an input interface gives for every id, float32 [V, C]: the table a Llama would look up."""
+    return table(torch.arange(vocab_size)[None], torch.float32, head)[0]
 
 
 def export_checkpoint(path, out, dtype="float32"):
@@ -887,16 +893,15 @@ def export_checkpoint(path, out, dtype="float32"):
         raise FileExistsError(f"{out} exists; name a directory that does not")
     model, state = load_model(path)
     c, table, eot_id = model.config, model.model.embed_tokens, state["eot_id"]
+    if c.ffn != "swiglu":
+        raise ValueError(f"{path}: ffn={c.ffn} is no Llama's; only swiglu models can be exported")
     weights = {name: tensor for name, tensor in model.state_dict().items() if "embed_tokens" not in name}
-    nanobit, about = {"input": c.input, "step": state["step"]}, "Its input table is trained."
-    if c.input == "learned":
-        weights["model.embed_tokens.weight"] = table.weight
-    else:
-        weights["model.embed_tokens.weight"] = table.codebook.repeat(1, table.n_tile)
-        nanobit |= {"n_bits": c.n_bits, "lift": "tile", "n_tile": table.n_tile, "code_seed": c.code_seed,
-                    "code_offset": c.code_offset,
-                    **{name: getattr(table, name).tolist() for name in ("matrix", "offset") if hasattr(table, name)}}
-        about = FIXED.format(recoding=", recoded by A c + b over GF(2)" if "matrix" in nanobit else "", **nanobit)
+    weights["model.embed_tokens.weight"] = input_matrix(table, c.vocab_size, model.lm_head.weight)
+    nanobit = {"step": state["step"], **{name: getattr(c, name) for name in INPUT_FIELDS},
+               **{name: getattr(table, name).tolist() for name in ("matrix", "offset") if hasattr(table, name)}}
+    about = "Its input table is trained."
+    if isinstance(table, FixedCodes):
+        about = FIXED.format(n_bits=c.n_bits, n_tile=c.n_embd // c.n_bits, **nanobit)
     tokenizer_path = run_directory(path) / "tokenizer.json"
     eot = load_tokenizer(tokenizer_path).id_to_token(eot_id)
     files = {
@@ -936,7 +941,7 @@ def read_llama_config(folder):
         vocab_size=hf["vocab_size"], block_size=hf["max_position_embeddings"], n_layer=hf["num_hidden_layers"],
         n_head=hf["num_attention_heads"], n_embd=hf["hidden_size"], n_ffn=hf["intermediate_size"],
         norm_eps=hf["rms_norm_eps"], rope_theta=float(rope.get("rope_theta") or hf.get("rope_theta") or 10_000),
-        **{key: nanobit[key] for key in ("input", "code_seed", "code_offset") if key in nanobit}), hf
+        **{key: nanobit[key] for key in INPUT_FIELDS if key in nanobit}), hf
 
 
 def import_folder(folder, out):
@@ -949,7 +954,9 @@ def import_folder(folder, out):
     config, hf = read_llama_config(folder)
     C, nanobit, weights = config.n_embd, hf.get("nanobit", {}), {}
     for file in sorted(Path(folder).glob("*.safetensors")):
-        weights |= {name: w.float() for name, w in load_file(file).items()}
+        weights |= load_file(file)
+    dtype = weights["model.embed_tokens.weight"].dtype if "model.embed_tokens.weight" in weights else None
+    weights = {name: w.float() for name, w in weights.items()}
     if (table := weights.pop("model.embed_tokens.weight", None)) is None:
         raise FileNotFoundError(f"{folder}: no *.safetensors with model.embed_tokens.weight here")
     weights.setdefault("lm_head.weight", table)
@@ -957,17 +964,18 @@ def import_folder(folder, out):
         if name.endswith(("k_proj.weight", "v_proj.weight")):  # one of them serves this many query heads in a row
             heads = weights[name].view(-1, C // config.n_head, C)
             weights[name] = heads.repeat_interleave(config.n_head // len(heads), 0).view(C, C)
-    if config.input == "learned":
-        weights["model.embed_tokens.weight"] = table
-    else:
-        recoding = {name: np.array(nanobit[name], np.uint8) for name in ("matrix", "offset") if name in nanobit}
-        codes = binary_codes(config.vocab_size)
-        codes = recode(codes, **recoding) if recoding else codes
-        for name, array in {"codebook": codes, **recoding}.items():
-            weights[f"model.embed_tokens.{name}"] = torch.from_numpy(array)
-        if not torch.equal(table, torch.from_numpy(codes).float().repeat(1, C // config.n_bits)):
-            raise ValueError(f"{folder}: model.embed_tokens.weight is not the {config.input} code that config.json claims; "
-                             "take nanobit out of config.json to import it as a learned table")
+    own = build_input(config)
+    if config.input in ("learned", "lowdim"):
+        every = 1 if config.input == "learned" or config.lift == "tile" else C // config.n_bits
+        own.weight.data.copy_(table[:, ::every][:, :own.weight.size(1)])
+    elif "matrix" in nanobit:
+        recoding = {name: np.array(nanobit[name], np.uint8) for name in ("matrix", "offset")}
+        own.load_state_dict({name: torch.from_numpy(array) for name, array in
+                             {"codebook": recode(binary_codes(config.vocab_size), **recoding), **recoding}.items()})
+    if not torch.equal(input_matrix(own, config.vocab_size, weights["lm_head.weight"]).to(dtype).float(), table):
+        raise ValueError(f"{folder}: model.embed_tokens.weight is not the {config.input} code that config.json claims; "
+                         "take nanobit out of config.json to import it as a learned table")
+    weights |= {f"model.embed_tokens.{name}": tensor for name, tensor in own.state_dict().items()}
     try:
         with torch.device("meta"):
             Decoder(config).load_state_dict(weights, assign=True)

@@ -4,6 +4,7 @@
       -> input interface    learned: a row of a trainable V x C table
                             binary:  the id's K-bit code, tiled C / K times          no trainable value
                             gf2:     the same code recoded by A c + b over GF(2)     no trainable value
+                            random, sinusoid: fixed continuous codes; lowdim: K learned numbers an id; tied: the output's row
       -> n_layer x Block    x += attention(norm(x));  x += swiglu(norm(x))
       -> norm -> lm_head    logits (B, T, V), an output matrix of its own (untied)
 
@@ -14,19 +15,24 @@ Letters in shapes: B rows, T positions, C n_embd, H heads, D head_dim = C / H, V
 Parameters carry the names of a Hugging Face Llama, so exporting renames nothing.
 """
 
+import hashlib
 import math
-import zipfile
+import mmap
+import pickle
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from codes import CODE_SEED, binary_codes, draw_recoding, min_bits, recode
+from codes import CODE_SEED, FIXED, FRACTION_BITS, code_report, min_bits
 
-INPUTS = ("learned", "binary", "gf2")
+INPUTS = ("learned", "tied", "lowdim", *FIXED)
+BITS = ("binary", "gf2")  # the codes that consist of bits
+LOSS_ROWS = 1024  # logits exist for so many rows at a time: 0.2 GB in float32 at the paper's vocabulary
 INIT_STD = 0.02  # every matrix and the learned table; the projections back into the residual stream are scaled down
 
 
@@ -40,24 +46,38 @@ class ModelConfig:
     n_head: int = 32
     n_embd: int = 2048
     n_ffn: int = 8192
-    code_seed: int = CODE_SEED  # gf2: which matrix A
+    ffn: str = "swiglu"         # or gelu, the predecessor's (arXiv 2605.09751)
+    code_seed: int = CODE_SEED  # gf2: which matrix A; random: which numbers
     code_offset: str = "0"      # gf2: b, as codes.draw_recoding takes it
+    code_values: str = "01"     # binary, gf2: bits as 0 and 1 (the paper), or pm1: -1 and 1
+    code_scale: str = "1"       # fixed codes: a factor, or matched: the learned table's mean squared norm at the start
+    lift: str = "tile"          # how K numbers fill C: tile (the paper), or interleave
+    table_free: bool = False    # binary, gf2: compute the codes from the ids, keep no codebook
     norm_eps: float = 1e-5      # the paper does not state it
     rope_theta: float = 10_000.0
 
     def __post_init__(self):
         if self.input not in INPUTS:
             raise ValueError(f"input={self.input}: expected one of {', '.join(INPUTS)}")
+        for name, choices in (("ffn", ("swiglu", "gelu")), ("code_values", ("01", "pm1")), ("lift", ("tile", "interleave"))):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name}={getattr(self, name)}: expected {' or '.join(choices)}")
+        for name, inputs in (("code_values", BITS), ("table_free", BITS), ("code_offset", ("gf2",)), ("code_scale", tuple(FIXED)),
+                             ("lift", (*FIXED, "lowdim"))):
+            if getattr(self, name) != getattr(ModelConfig, name) and self.input not in inputs:
+                raise ValueError(f"{name}={getattr(self, name)} has no meaning for input={self.input}, only for {', '.join(inputs)}")
+        if self.code_scale != "matched" and not positive(self.code_scale):
+            raise ValueError(f"code_scale={self.code_scale}: expected matched or a number above 0")
         for name in ("block_size", "n_layer", "n_head", "n_embd", "n_ffn"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: expected 1 or more")
         # Heads need an even width each for RoPE; codes need a whole number of copies.
-        unit = math.lcm(2 * self.n_head, 1 if self.input == "learned" else self.n_bits)
+        unit = math.lcm(2 * self.n_head, 1 if self.input in ("learned", "tied") else self.n_bits)
         if self.n_embd % unit:
             low = self.n_embd // unit * unit
             fits = " or ".join(str(size) for size in (low, low + unit) if size)
             raise ValueError(f"n_embd={self.n_embd}: expected a multiple of 2 x n_head={self.n_head}"
-                             + ("" if self.input == "learned" else f" and of n_bits={self.n_bits} (vocab_size={self.vocab_size})")
+                             + ("" if self.input in ("learned", "tied") else f" and of n_bits={self.n_bits} (vocab_size={self.vocab_size})")
                              + f"; {fits} would do")
 
     @property
@@ -65,49 +85,124 @@ class ModelConfig:
         return min_bits(self.vocab_size)
 
 
+def positive(text):
+    try:
+        return 0 < float(text) < math.inf
+    except ValueError:
+        return False
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # The input interfaces, side by side: (B, T) token ids -> (B, T, C) input vectors
 
-class FixedCodes(nn.Module):
-    """Fixed codes [V, K], tiled to the model's width: x = R c(t), R a stack of C / K identity blocks (the paper, "Method").
+def lift(x, config):
+    """Return K numbers an id (..., K) as C: (0..K-1, 0..K-1, ...), the paper's R, a stack of C / K identity blocks.
 
-    The codebook is a persistent uint8 buffer: a checkpoint carries its own codes, no change of the model's dtype can
-    merge two of them, and the optimizer never sees them. An all-zero code gives x = 0, hence with an empty context
+    interleave, (0,0,..,1,1,..), has the same shape and is another model: it gives a bit to each head whole.
+    """
+    n_tile = config.n_embd // config.n_bits
+    return x.repeat(*[1] * (x.dim() - 1), n_tile) if config.lift == "tile" else x.repeat_interleave(n_tile, -1)
+
+
+class FixedCodes(nn.Module):
+    """Fixed codes, lifted to the model's width: x = scale R c(t) (the paper, "Method": scale 1). No trainable value.
+
+    The codebook is a persistent integer buffer [V, K]: a checkpoint carries its own codes, no change of the model's dtype
+    can merge two of them, and the optimizer never sees them. With an all-zero code x = 0, hence with an empty context
     hidden states 0, logits 0 and a loss of exactly ln V.
     """
 
-    def __init__(self, codes, n_embd, **recoding):
+    def __init__(self, config):
         super().__init__()
-        self.n_tile = n_embd // codes.shape[1]
-        self.register_buffer("codebook", torch.from_numpy(codes))
-        for name, array in recoding.items():
-            self.register_buffer(name, torch.from_numpy(array))
+        self.config = config
+        arrays = FIXED[config.input](config.vocab_size, config.code_seed, config.code_offset)
+        self.unit = 2.0**-FRACTION_BITS if arrays["codebook"].dtype == "int16" else 1.0
+        self.scale = 1.0 if config.code_scale == "matched" else float(config.code_scale)
+        if config.code_scale == "matched":
+            self.scale = math.sqrt(INIT_STD**2 * config.n_embd / self.squared_norms(torch.from_numpy(arrays["codebook"])).mean())
+        for name, array in arrays.items():
+            if not (name == "codebook" and config.table_free):
+                self.register_buffer(name, torch.from_numpy(array))
 
-    def forward(self, idx, dtype):
-        # Tiled (0..K-1, 0..K-1, ...), not interleaved (0,0,..,1,1,..): the same shape would be another model.
-        return self.codebook[idx].to(dtype).repeat(1, 1, self.n_tile)
+    def values(self, codes):
+        """Return the numbers that integer codes (..., K) stand for, in float32 whatever the model's dtype."""
+        x = codes.float() * self.unit
+        return (2 * x - 1 if self.config.code_values == "pm1" else x) * self.scale
+
+    def compute(self, idx):
+        """Return the bits (..., K) of ids (...) by shifts, and for gf2 parities, instead of looking them up."""
+        places = torch.arange(self.config.n_bits, device=idx.device)
+        if self.config.input == "binary":
+            return idx[..., None] >> places & 1
+        masks = (self.matrix.long() << places).sum(1)  # row i of A as an integer: bit i of A c is the parity of mask AND id
+        x = idx[..., None] & masks
+        for shift in (8, 4, 2, 1):
+            x = x ^ x >> shift
+        return x & 1 ^ self.offset.long()
+
+    def forward(self, idx, dtype, head):
+        codes = self.compute(idx) if self.config.table_free else self.codebook[idx]
+        return lift(self.values(codes).to(dtype), self.config)
+
+    def squared_norms(self, codes):
+        """Return the squared norms of the input vectors of integer codes [V, K]: float32 [V]."""
+        return self.values(codes).square().sum(1) * (self.config.n_embd // self.config.n_bits)
+
+    def report(self):
+        """Return the facts of these codes as plain values: codes.code_report for bits, and the squared norms of all ids."""
+        V = self.config.vocab_size
+        codes = self.compute(torch.arange(V)) if self.config.table_free else self.codebook
+        squared = self.squared_norms(codes).numpy()
+        counts, edges = np.histogram(squared, bins=40)
+        facts = code_report(codes.numpy().astype(np.uint8)) if self.unit == 1 else {}
+        return {**facts, "squared_norms": {"mean": float(squared.mean()), "min": float(squared.min()), "max": float(squared.max()),
+                                           "histogram": {"edges": edges.tolist(), "counts": counts.tolist()}}}
 
 
 class LearnedTable(nn.Embedding):
-    """The control: a trainable table [V, C], N(0, 0.02)."""
+    """The control: a trainable table [V, C], N(0, 0.02), decayed like every matrix."""
 
-    def forward(self, idx, dtype):
+    def __init__(self, config):
+        super().__init__(config.vocab_size, config.n_embd)
+
+    def forward(self, idx, dtype, head):
         return super().forward(idx).to(dtype)
 
 
+class LowDimTable(nn.Embedding):
+    """Learned coordinates [V, K], N(0, 0.02), through the codes' lift: as few dimensions, but free to move."""
+
+    def __init__(self, config):
+        super().__init__(config.vocab_size, config.n_bits)
+        self.config = config
+
+    def forward(self, idx, dtype, head):
+        return lift(super().forward(idx).to(dtype), self.config)
+
+
+class TiedTable(nn.Module):
+    """The output matrix's own row: no value of its own, N(0, 0.02) at the start and decayed once, as the output matrix is."""
+
+    def __init__(self, config):
+        super().__init__()
+
+    def forward(self, idx, dtype, head):
+        return F.embedding(idx, head).to(dtype)
+
+
 def build_input(config):
-    """Return the module that turns ids (B, T) and a dtype into input vectors (B, T, C), for config.input."""
-    if config.input == "learned":
-        return LearnedTable(config.vocab_size, config.n_embd)
-    codes = binary_codes(config.vocab_size)
-    if config.input == "binary":
-        return FixedCodes(codes, config.n_embd)
-    matrix, offset = draw_recoding(config.n_bits, config.code_seed, config.code_offset)
-    return FixedCodes(recode(codes, matrix, offset), config.n_embd, matrix=matrix, offset=offset)
+    """Return the module that turns ids (B, T), a dtype and the head's matrix (V, C) into input vectors (B, T, C)."""
+    return {"learned": LearnedTable, "lowdim": LowDimTable, "tied": TiedTable}.get(config.input, FixedCodes)(config)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The parts of a block
+
+def compute_dtype(x):
+    """Return the dtype that matrices multiply x in: autocast's, or x's own."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
 
 class RMSNorm(nn.Module):
     def __init__(self, n_embd, eps):
@@ -116,7 +211,8 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x):
-        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).type_as(x)
+        # Cast here, once: autocast would make, and keep for the backward pass, a copy for each projection that reads x.
+        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(compute_dtype(x))
 
 
 def rope_tables(positions, head_dim, theta):
@@ -161,6 +257,18 @@ class Attention(nn.Module):
         return self.o_proj(y.transpose(1, 2).reshape(B, T, C))
 
 
+class GELU(nn.Module):
+    """The predecessor's feed-forward network."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.up_proj = nn.Linear(config.n_embd, config.n_ffn, bias=False)
+        self.down_proj = nn.Linear(config.n_ffn, config.n_embd, bias=False)
+
+    def forward(self, x):
+        return self.down_proj(F.gelu(self.up_proj(x)))
+
+
 class SwiGLU(nn.Module):
     def __init__(self, config):
         super().__init__()
@@ -178,11 +286,57 @@ class Block(nn.Module):
         self.input_layernorm = RMSNorm(config.n_embd, config.norm_eps)
         self.self_attn = Attention(config)
         self.post_attention_layernorm = RMSNorm(config.n_embd, config.norm_eps)
-        self.mlp = SwiGLU(config)
+        self.mlp = SwiGLU(config) if config.ffn == "swiglu" else GELU(config)
 
-    def forward(self, x, rope, cache=None, mask=None):
+    def forward(self, x, rope, cache=None, mask=None, checkpoint_activations="none"):
+        if checkpoint_activations != "none" and torch.is_grad_enabled():
+            # The reentrant kind needs an input that requires grad. Fixed codes do not, and it would give the body no
+            # gradient at all, with only a warning.
+            selective = dict(context_fn=selective_contexts) if checkpoint_activations == "selective" else {}
+            return checkpoint(self, x, rope, use_reentrant=False, **selective)
         x = x + self.self_attn(self.input_layernorm(x), rope, cache, mask)
         return x + self.mlp(self.post_attention_layernorm(x))
+
+
+def selective_contexts():
+    """Keep what a block's matrices and attention return, C and F wide values; recompute the rest, which is cheap arithmetic."""
+    aten = torch.ops.aten
+    dear = {aten.mm.default, aten.addmm.default, aten._scaled_dot_product_flash_attention.default,
+            aten._scaled_dot_product_flash_attention_for_cpu.default, aten._scaled_dot_product_efficient_attention.default,
+            aten._scaled_dot_product_cudnn_attention.default}
+    keep = lambda ctx, op, *args, **kwargs: CheckpointPolicy.MUST_SAVE if op in dear else CheckpointPolicy.PREFER_RECOMPUTE
+    return create_selective_checkpoint_contexts(keep)
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    """The mean cross-entropy of x W^T against targets, LOSS_ROWS rows of logits at a time, in float32. The gradients are
+    made beside the loss, while the rows' logits are there, so that nothing is computed twice."""
+
+    @staticmethod
+    def forward(ctx, x, weight, targets, with_gradients):
+        matrix, counted = weight.to(x.dtype), targets >= 0
+        n = counted.sum().clamp(min=1)
+        loss = torch.zeros((), dtype=torch.float64, device=x.device)  # n equal losses have exactly that mean
+        if with_gradients:
+            dx, dweight = torch.empty_like(x), torch.zeros_like(weight, dtype=torch.float32)
+        for start in range(0, len(x), LOSS_ROWS):
+            rows = slice(start, start + LOSS_ROWS)
+            h, count, t = x[rows], counted[rows, None], targets[rows, None].clamp(min=0)
+            logp = (h @ matrix.t()).float().log_softmax(-1)
+            loss -= (logp.gather(1, t) * count).sum(dtype=torch.float64)
+            if with_gradients:
+                g = logp.exp_().scatter_add_(1, t, torch.full_like(t, -1, dtype=torch.float32)).to(x.dtype)
+                dx[rows] = (g @ matrix) * count
+                dweight += g.t() @ (h * count)
+        if with_gradients:
+            ctx.save_for_backward(dx, dweight, n)
+            ctx.weight_dtype = weight.dtype
+        return (loss / n).float()
+
+    @staticmethod
+    def backward(ctx, grad):
+        dx, dweight, n = ctx.saved_tensors
+        return dx.mul_(grad / n), dweight.mul_(grad / n).to(ctx.weight_dtype), None, None
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -195,7 +349,7 @@ class Decoder(nn.Module):
     def __init__(self, config, seed=1):
         super().__init__()
         self.config = config
-        self.checkpoint_activations = False  # recompute each block in the backward pass instead of keeping its inside
+        self.checkpoint_activations = "none"  # "block" recomputes blocks in the backward pass, "selective" what is cheap in them
         self.model = nn.ModuleDict(dict(
             embed_tokens=build_input(config),
             layers=nn.ModuleList(Block(config) for _ in range(config.n_layer)),
@@ -222,7 +376,8 @@ class Decoder(nn.Module):
             positions: int64 (B, T), where they are not past, past + 1, ... in every row.
             mask: bool (B, 1, T, past + T), true where a query may see a key; causal unless given.
             select: (rows, columns), int64 [n] each: logits are made at these places only, (n, V).
-        Returns: (logits (B, T, V), loss or None); the loss is float32, nats per target.
+        Returns: (logits (B, T, V), None), or (None, loss) where there are targets: then the logits never exist all at once.
+            The loss is float32, nats per target; 0 where no target counts.
         """
         B, T = idx.size()
         past = cache[0]["k"].size(2) if cache and cache[0] else 0
@@ -232,21 +387,23 @@ class Decoder(nn.Module):
         else:
             positions = positions[:, None]  # (B, 1, T): the same for every head
         rope = rope_tables(positions, self.config.n_embd // self.config.n_head, self.config.rope_theta)
-        # The residual stream has the parameters' dtype for every interface: float32 under autocast.
-        x = self.model.embed_tokens(idx, self.lm_head.weight.dtype)
+        # The residual stream is float32 under autocast, else of the parameters' dtype, for every interface.
+        dtype = torch.float32 if torch.is_autocast_enabled(idx.device.type) else self.lm_head.weight.dtype
+        x = self.model.embed_tokens(idx, dtype, self.lm_head.weight)
         for i, block in enumerate(self.model.layers):
-            if self.checkpoint_activations and torch.is_grad_enabled():
-                # The reentrant kind needs an input that requires grad. Fixed codes do not, and it would give the body no
-                # gradient at all, with only a warning.
-                x = checkpoint(block, x, rope, use_reentrant=False)
-            else:
-                x = block(x, rope, None if cache is None else cache[i], mask)
-        if select is not None:
-            x = x[select]
-        logits = self.lm_head(self.model.norm(x))
+            x = block(x, rope, None if cache is None else cache[i], mask, self.checkpoint_activations)
+        x = self.model.norm(x if select is None else x[select])
         if targets is None:
-            return logits, None
-        return logits, F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=-1)
+            return self.lm_head(x), None
+        return None, self.loss(x.flatten(0, 1), targets.flatten())
+
+    def loss(self, x, targets):
+        """Return the mean loss of final hidden states (N, C) against targets (N); -1 is not counted."""
+        if torch.compiler.is_compiling():  # the compiler fuses float32 into the softmax and its gradient
+            total = F.cross_entropy(self.lm_head(x).float(), targets, ignore_index=-1, reduction="sum")
+            return total / (targets >= 0).sum().clamp(min=1)
+        with torch.autocast(x.device.type, enabled=False):
+            return LinearCrossEntropy.apply(x, self.lm_head.weight, targets, torch.is_grad_enabled())
 
     def new_cache(self):
         """Return an empty key/value cache: a dict for each block."""
@@ -321,6 +478,9 @@ def pick(logits, temperature, top_k, generator):
 # ----------------------------------------------------------------------------------------------------------------------
 # Checkpoints: out/RUN/step-00000250.pt, written by train.py. The number is the updates done.
 
+SHA256_MARK = b"sha256:"  # and the digest of all before it end a file; torch.load does not mind them
+
+
 def list_checkpoints(run):
     """Return the checkpoint files of a run directory, the newest first."""
     return sorted(Path(run).glob("step-*.pt"), reverse=True)
@@ -329,17 +489,18 @@ def list_checkpoints(run):
 def read_checkpoint(path):
     """Return a checkpoint file's dict of tensors (on the CPU) and plain values; it holds no code (weights_only).
 
-    Raises ValueError if the file is cut or any byte of its contents has changed: torch.save writes a zip archive, whose
-    CRC-32 sums torch.load itself does not check.
+    Raises ValueError if the file is cut, or if its contents do not have the sha256 at its end (train.save_checkpoint).
     """
     try:
-        with zipfile.ZipFile(path) as archive:
-            bad = archive.testzip()
-    except (zipfile.BadZipFile, EOFError, NotImplementedError) as error:
-        bad = error
-    if bad is not None:
-        raise ValueError(f"{path}: damaged checkpoint ({bad}); use an older one of the same run")
-    return torch.load(path, map_location="cpu", weights_only=True)
+        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            mark = len(data) - 32
+            if data[mark - len(SHA256_MARK):mark] == SHA256_MARK and hashlib.sha256(memoryview(data)[:mark]).digest() != data[mark:]:
+                raise RuntimeError("its sha256 differs")
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise
+    except (RuntimeError, ValueError, EOFError, KeyError, OSError, pickle.UnpicklingError) as error:
+        raise ValueError(f"{path}: damaged checkpoint ({str(error).splitlines()[0]}); use an older one of the same run") from None
 
 
 def load_model(path, device="cpu"):

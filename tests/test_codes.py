@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import codes
-from codes import binary_codes, code_report, codes_to_ids, draw_recoding, gf2_inverse, gf2_rank, min_bits, recode
+from codes import (FIXED, binary_codes, code_report, codes_to_ids, distance_histogram, draw_recoding, gf2_inverse, gf2_rank, min_bits, min_distance,
+                   recode, to_bfloat16, to_fixed_point)
 
 ROOT = Path(__file__).parents[1]
 V = 49_152
@@ -177,6 +178,51 @@ def test_wrong_matrices_are_refused(matrix, message):
 def test_wrong_offsets_are_refused(offset):
     with pytest.raises(ValueError, match="offset"):
         recode(binary_codes(V), np.eye(16), offset)
+
+
+# --- distances and continuous codes
+
+@pytest.mark.parametrize("vocab_size", [2, 5, 100, 300])
+def test_distance_histogram_counts_every_pair(vocab_size):
+    matrix, offset = (np.eye(min_bits(vocab_size), dtype=np.uint8), np.ones(min_bits(vocab_size), np.uint8))
+    for table in (binary_codes(vocab_size), recode(binary_codes(vocab_size), matrix, offset)):
+        distances = (table[:, None] ^ table[None]).sum(2)[np.triu_indices(vocab_size, 1)]
+        assert distance_histogram(table) == np.bincount(distances, minlength=table.shape[1] + 1).tolist()
+
+
+def test_bfloat16_rounding_is_torchs():
+    import torch
+    values = np.random.RandomState(0).standard_normal(10_000).astype(np.float32) * np.float32(3)
+    assert (to_bfloat16(values) == torch.from_numpy(values).bfloat16().float().numpy()).all()
+
+
+def test_min_distance_is_the_smallest_of_all_pairs():
+    values = np.random.RandomState(0).standard_normal((500, 3)).astype(np.float32)
+    distances = np.sqrt(((values[:, None] - values[None]) ** 2).sum(2))[np.triu_indices(500, 1)]
+    assert min_distance(values, 1.0) == pytest.approx(distances.min(), rel=1e-3)
+    assert min_distance(values, distances.min() / 2) == pytest.approx(distances.min() / 2)  # none is closer than the limit
+
+
+@pytest.mark.parametrize("name", ["random", "sinusoid"])
+@pytest.mark.parametrize("vocab_size", [100, 3072, 49_152])
+def test_continuous_codes_keep_their_distance(name, vocab_size):
+    table = FIXED[name](vocab_size, 12345, "0")["codebook"]
+    assert table.shape == (vocab_size, min_bits(vocab_size)) and table.dtype == np.int16
+    values = table / 4096
+    assert len(np.unique(to_bfloat16(values.astype(np.float32)), axis=0)) == vocab_size
+    if name == "sinusoid":  # sines and cosines of one angle
+        K = table.shape[1] // 2
+        if table.shape[1] % 2 == 0:
+            assert np.allclose(values[:, :K]**2 + values[:, K:]**2, 1, atol=1e-3)
+        assert np.allclose(values[:, 0], np.sin(np.arange(vocab_size)), atol=2**-12)
+    else:
+        assert abs(values.mean()) < 0.1 and values.std() == pytest.approx(1, abs=0.1)
+        assert (table != FIXED[name](vocab_size, 1, "0")["codebook"]).any()
+
+
+def test_ids_too_close_are_refused():
+    with pytest.raises(ValueError, match="expected at least 0.1"):
+        to_fixed_point(np.array([[0.0, 1.0], [0.0, 1.05], [3.0, 3.0]]))
 
 
 # --- command line

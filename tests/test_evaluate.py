@@ -682,9 +682,11 @@ def test_positions_mask_and_select_change_nothing_by_themselves(make_run):
 
 # ---------------------------------------------------------------------------------------------- Hugging Face
 
-@pytest.mark.parametrize("input,offset", (("learned", "0"), ("binary", "0"), ("gf2", "0"), ("gf2", "1f")))
-def test_export_and_import_give_the_checkpoint_back(make_run, tmp_path, input, offset):
-    directory = make_run(input, code_offset=offset)
+@pytest.mark.parametrize("input,fields", (("learned", {}), ("tied", {}), ("lowdim", {}), ("lowdim", {"lift": "interleave"}), ("binary", {}),
+                                          ("binary", {"code_values": "pm1", "code_scale": "matched"}), ("gf2", {}), ("gf2", {"code_offset": "1f"}),
+                                          ("random", {}), ("sinusoid", {"lift": "interleave"})))
+def test_export_and_import_give_the_checkpoint_back(make_run, tmp_path, input, fields):
+    directory = make_run(input, **fields)
     evaluate.export_checkpoint(directory, tmp_path / "hf")
     path = evaluate.import_folder(tmp_path / "hf", tmp_path / "run")
     (model, state), (back, restored) = load_model(directory), load_model(path)
@@ -692,7 +694,7 @@ def test_export_and_import_give_the_checkpoint_back(make_run, tmp_path, input, o
     assert all(torch.equal(value, back.state_dict()[name]) for name, value in model.state_dict().items())
     assert (path.parent / "tokenizer.json").read_bytes() == (directory / "tokenizer.json").read_bytes()
     config, card = json.loads((tmp_path / "hf" / "config.json").read_text()), (tmp_path / "hf" / "README.md").read_text()
-    assert config["nanobit"]["input"] == input and ("fixed, not trained" in card) == (input != "learned")
+    assert config["nanobit"]["input"] == input and ("fixed, not trained" in card) == (input in ("binary", "gf2", "random", "sinusoid"))
     if input == "gf2":
         assert config["nanobit"]["matrix"] == model.model.embed_tokens.matrix.tolist() and config["nanobit"]["lift"] == "tile"
     with pytest.raises(FileExistsError):

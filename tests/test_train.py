@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import train
-from model import INPUTS, Decoder, ModelConfig, list_checkpoints, read_checkpoint
+from model import FIXED, INPUTS, Decoder, ModelConfig, list_checkpoints, read_checkpoint
 from train import WindowSampler, learning_rate, rank_rows, uniforms
 
 ROOT = Path(__file__).parents[1]
@@ -246,7 +246,8 @@ def test_all_interfaces_learn(straight, input):
     out, state = straight[input]
     log = rows(out)
     assert [row["step"] for row in log if "loss" in row] == list(range(1, 21)) and [row["step"] for row in log if "val_loss" in row] == [0, 10, 20]
-    assert log[0]["val_loss"] == pytest.approx(math.log(300), abs=0.05) and log[-1]["val_loss"] < 0.9 * log[0]["val_loss"]
+    assert all(row["lr"] == learning_rate(row["step"], 3e-3, 3e-4, 5, 20) for row in log if "loss" in row)
+    assert log[0]["val_loss"] == pytest.approx(math.log(300), abs=0.05) and log[-1]["val_loss"] < 0.95 * log[0]["val_loss"]
     assert state["step"] == 20 and torch.load(list_checkpoints(out)[0], weights_only=True)["step"] == 20
     assert [p.name for p in list_checkpoints(out)] == ["step-00000020.pt", "step-00000015.pt"]
     for name, tensor in state["model"].items():
@@ -254,7 +255,7 @@ def test_all_interfaces_learn(straight, input):
 
 
 def test_fixed_codes_are_bit_identical_after_training(straight):
-    for input in ("binary", "gf2"):
+    for input in FIXED:
         state = straight[input][1]
         fresh = Decoder(ModelConfig(**state["model_config"]))
         for name, buffer in fresh.named_buffers():
@@ -270,8 +271,8 @@ def test_interfaces_see_the_same_windows_and_start_from_the_same_body(data_dir, 
         with monkeypatch.context() as patch:
             patch.setattr(WindowSampler, "batch", lambda self, rows: batches.append(original(self, rows)) or batches[-1])
             run_here(patch, data_dir, tmp_path / input, f"--input={input}", "--max_targets=3000", "--seed=4")
-    for a, b, c in zip(*seen.values(), strict=True):
-        assert torch.equal(a[0], b[0]) and torch.equal(a[0], c[0]) and torch.equal(a[1], c[1])
+    for batches in zip(*seen.values(), strict=True):
+        assert all(torch.equal(batches[0][0], x) and torch.equal(batches[0][1], y) for x, y in batches)
     hashes = {json.loads((tmp_path / input / "config.json").read_text())["initial_body_sha256"] for input in INPUTS}
     assert len(hashes) == 1 and len(hashes.pop()) == 64
 
@@ -346,9 +347,11 @@ def test_a_finished_run_resumes_to_nothing(straight, data_dir, monkeypatch):
 def test_cut_log_drops_later_rows_and_half_a_row(tmp_path):
     log = tmp_path / "log.jsonl"
     log.write_text('{"step": 0, "val_loss": 5}\n{"step": 1, "loss": 4}\n{"step": 2, "loss": 3}\n{"step": 2, "val_loss": 3}\n{"step": 3, "lo')
-    train.cut_log(log, 2)
+    with open(log, "ab", buffering=0) as file:
+        train.cut_log(file, 2)
     assert log.read_text() == '{"step": 0, "val_loss": 5}\n{"step": 1, "loss": 4}\n{"step": 2, "loss": 3}\n'
-    train.cut_log(log, 0)
+    with open(log, "ab", buffering=0) as file:
+        train.cut_log(file, 0)
     assert log.read_text() == ""
 
 
@@ -362,7 +365,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_update(data_dir, tmp_path, m
     calls = []
     with monkeypatch.context() as patch:
         patch.setattr(Decoder, "forward", poisoned)
-        with pytest.raises(FloatingPointError, match=r"update 7: loss nan.*stopped before the update; last good checkpoint: .*step-00000006.pt"):
+        with pytest.raises(FloatingPointError, match=r"update 7: loss nan.*stopped before this update; last good checkpoint: .*step-00000006.pt"):
             run_here(patch, data_dir, tmp_path, "--max_targets=10240", "--save_every=2", "--eval_every=1000")
     assert all(t.isfinite().all() for t in read_checkpoint(list_checkpoints(tmp_path)[0])["model"].values())
 
@@ -381,6 +384,52 @@ def test_dry_run_needs_no_data():
     assert result.returncode == 0, result.stderr
     for figure in ("1,711,376,384", "1,610,713,088", "100,663,296", "786,704", "1,712,163,088", "1,711,276,032", "100,352", "27.38 GB", "10.27 G", "0.604 G"):
         assert figure in result.stdout
+
+
+# --- sweeps
+
+def test_sweep_grammar():
+    assert train.parse_sweep("input=binary,gf2;seed=1,2") == [{"input": i, "seed": s} for i in ("binary", "gf2") for s in "12"]
+    for wrong in ("input", "input=", "=binary", "input=a,,b", ""):
+        with pytest.raises(ValueError, match="expected NAME=VALUE"):
+            train.parse_sweep(wrong)
+
+
+def test_sweep_runs_skips_and_resumes(straight, data_dir, tmp_path):
+    flags = ["--sweep=input=learned,binary;seed=1", "--sweep=input=gf2;code_seed=1", "--max_targets=1024", "--decay_steps=20"]
+    first = run(data_dir, tmp_path, *flags)
+    assert first.returncode == 0 and first.stdout.count("trained") == 3, first.stdout + first.stderr
+    names = ["input=learned,seed=1", "input=binary,seed=1", "input=gf2,code_seed=1"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
+    config = json.loads((tmp_path / names[1] / "config.json").read_text())
+    assert config["parameters"]["input"] == 0 and config["code_report"]["zero_ids"] == [0]
+    # Finished runs are skipped; a run that lost its newest checkpoint is done again from the one before.
+    list_checkpoints(tmp_path / names[2])[0].unlink()
+    again = run(data_dir, tmp_path, *flags)
+    assert again.returncode == 0 and again.stdout.count("skipped") == 2 and again.stdout.count("trained") == 1, again.stdout
+    # Another configuration is refused before anything is trained.
+    other = refusal(data_dir, tmp_path, *flags, "--max_lr=0.1")
+    assert "max_lr 0.003 -> 0.1" in other.stderr and "input=learned,seed=1" in other.stderr
+    assert "unrecognized arguments: --sed=1" in refusal(data_dir, tmp_path, "--sweep=sed=1").stderr
+
+
+def test_a_failed_run_of_a_sweep_is_said_and_the_others_go_on(data_dir, tmp_path):
+    result = run(data_dir, tmp_path, "--sweep=micro_batch=3,8", "--max_targets=512", "--warmup_steps=0")
+    assert result.returncode == 1 and result.stdout.count("FAILED") == 1 and result.stdout.count("trained") == 1
+    assert "do not divide" in (tmp_path / "micro_batch=3" / "console.txt").read_text()
+
+
+def test_the_readmes_new_interface_trains(data_dir, tmp_path):
+    example = next(block for block in (ROOT / "README.md").read_text().split("```python\n")[1:] if "fixed_gray" in block).split("```")[0]
+    assert len(example.splitlines()) < 15
+    for name in ("model.py", "prepare.py", "train.py"):
+        (tmp_path / name).write_text((ROOT / name).read_text())
+    (tmp_path / "codes.py").write_text((ROOT / "codes.py").read_text() + "\n\n" + example)
+    result = subprocess.run([sys.executable, tmp_path / "train.py", *command(data_dir, tmp_path / "out", "--input=gray", "--max_targets=1024")[2:]],
+                            capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    codes = read_checkpoint(list_checkpoints(tmp_path / "out")[0])["model"]["model.embed_tokens.codebook"].int()
+    assert codes.shape == (300, 9) and ((codes[1:] - codes[:-1]).abs().sum(1) == 1).all()
 
 
 # --- wrong input: one line, a non-zero exit, nothing half-written
