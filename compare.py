@@ -50,9 +50,9 @@ PUBLISHED = {
 INPUT_FIELDS = {"code_seed": ("seed {}", None), "code_offset": ("offset {}", "0"), "code_values": ("{}", "01"),
                 "code_scale": ("scale {}", "1"), "lift": ("{}", "tile"), "table_free": ("table-free", "False")}
 # What else may differ between runs: where and how they ran, what they reported. All other fields are the experiment.
-FREE = {"input", "seed", *INPUT_FIELDS, "preset", "data", "out", "device", "micro_batch", "checkpoint_activations",
-        "compile", "eval_every", "save_every", "log_every", "keep", "resume", "dry_run", "initial_body_sha256",
-        "parameters", "code_report"}
+FREE = {"input", "seed", *INPUT_FIELDS, "preset", "data", "out", "device", "micro_batch", "parallel", "compile", "timeout",
+        "checkpoint_activations", "eval_every", "save_every", "log_every", "keep", "keep_every", "profile", "tensorboard",
+        "resume", "dry_run", "targets_per_second", "initial_body_sha256", "parameters", "code_report"}
 # Colours that colour-blind eyes tell apart (Okabe and Ito, 2008), one for each kind of input; dashes for its variants.
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#777777")
 DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)))

@@ -51,7 +51,7 @@ from scipy.stats import rankdata
 from tqdm import tqdm
 
 from codes import binary_codes, recode
-from model import Decoder, FixedCodes, ModelConfig, build_input, load_model
+from model import BITS, Decoder, FixedCodes, ModelConfig, build_input, load_model
 from prepare import load_tokenizer, open_shards, read_meta, token_bytes, vocab_size, write_whole
 
 # The paper's benchmarks: (tasks, shots). WikiText's windows are the longest inputs: memory trouble shows first.
@@ -791,9 +791,9 @@ def probe(model, tokenizer, data_dir, positions):
 
     V, n_ids, ids = model.config.vocab_size, vocab_size(tokenizer), windows[:, :-1].flatten()
     test = torch.from_numpy(documents % 2 == 1).repeat_interleave(model.config.block_size)
-    codes = getattr(model.model.embed_tokens, "codebook", None)
-    own = codes is not None and codes.dtype == torch.uint8
-    codes = codes.cpu() if own else torch.from_numpy(binary_codes(V))
+    own = model.config.input in BITS
+    every_id = torch.arange(V, device=model.lm_head.weight.device)
+    codes = model.model.embed_tokens.compute(every_id).cpu() if own else torch.from_numpy(binary_codes(V))
     words = [tokenizer.decode([i]) for i in range(n_ids)]
     sizes = token_bytes(tokenizer).tolist()
     lexical = torch.tensor([*zip(*(map(check, words) for check in PROPERTIES.values()), sizes)])

@@ -189,7 +189,7 @@ def test_refusals_name_the_field(six_runs, file, changes, named):
 
 
 def test_what_only_says_where_and_how_it_ran_may_differ(six_runs):
-    edit(six_runs[-1] / "config.json", device="cuda", micro_batch=4, data="elsewhere", compile=True, parameters={}, preset=None)
+    edit(six_runs[-1] / "config.json", device="cuda", micro_batch=4, data="elsewhere", compile=True, parameters={}, preset=None, parallel="fsdp", keep_every=5)
     assert len(compare.compare_runs(six_runs)["groups"]) == 2
 
 

@@ -92,7 +92,8 @@ def test_losses_are_the_models(data_dir):
 
 # --- the probe finds what is there
 
-@pytest.mark.parametrize("config", [{"input": "binary"}, {"input": "gf2"}, {"input": "gf2", "code_seed": 5, "code_offset": "random"}])
+@pytest.mark.parametrize("config", [{"input": "binary"}, {"input": "gf2"}, {"input": "gf2", "code_seed": 5, "code_offset": "random"},
+                                    {"input": "gf2", "table_free": True}, {"input": "binary", "code_values": "pm1", "lift": "interleave"}])
 def test_fixed_codes_are_perfectly_readable_at_the_input(data_dir, tokenizer, config):
     result = look(data_dir, tokenizer, **config)
     assert result["code"] == "own" and len(result["depths"]) == 3 and len(result["skipped"]) == len(result["swapped"]) == 2
