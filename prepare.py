@@ -11,27 +11,46 @@ document starts. Training windows never cross a document (the paper, "Data"), so
 
 Usage:
     python prepare.py                                                 this Python's own library sources, no download
+    python prepare.py --source=fineweb-edu --max_documents=10000      the paper's corpus, its first documents
+    python prepare.py --source=fineweb-edu --shards=0:234 --workers=16
     python prepare.py --source='path/*.parquet' --tokenizer=path/tokenizer.json
-    python prepare.py --source=documents.jsonl --tokenizer=train:3072 --out=data/mine
+    python prepare.py --check=data/stdlib --stats
 
-Text is encoded as ordinary text: the spelling of a special token inside a document never becomes a special id. One source
-file gives one train and one val shard, each under its final name only when it is whole; run again to finish what was
-interrupted.
+One source file gives one train and one val shard, each under its final name only when it is whole, and the same bytes
+whatever the number of workers: stop it or kill it at any moment, and the same command goes on. Text is encoded as ordinary
+text: the spelling of a special token never becomes a special id. What is not Unicode (bytes that are not UTF-8, lone
+surrogates) becomes U+FFFD.
 """
 
 import argparse
+import base64
 import glob
 import hashlib
+import io
+import itertools
 import json
+import multiprocessing
 import os
+import queue
+import re
+import shutil
+import signal
 import sys
 import sysconfig
+import textwrap
+import threading
+import time
 import tokenize
+from collections import Counter, deque
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from urllib.parse import urlsplit
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import tiktoken
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 
@@ -41,31 +60,54 @@ EOT = "<|endoftext|>"          # SmolLM2's end of text, id 0
 MAX_VOCAB_SIZE = 65_536        # ids are stored as uint16
 BATCH_DOCUMENTS = 256          # documents encoded at a time ...
 BATCH_BYTES = 4 << 20          # ... or fewer, if they are long: memory must not grow with the documents
-SUMMARY_BLOCK_SIZES = (256, 512, 1024, 2048, 4096)
-# The base model's tokenizer (not an instruct one's), pinned: the paper's ids are these bytes' ids.
-PINNED_REVISIONS = {"HuggingFaceTB/SmolLM2-1.7B": "effd688a12921b4cc83e3312b6feb579f70f9c71"}
+DOWNLOAD_TRIES = 6             # tries in a row without a new byte
+DOWNLOAD_TIMEOUT = (10, 30)    # seconds to connect, and between two bytes
+BLOCK_SIZES = (256, 512, 1024, 2048, 4096)
+# The paper's corpus and the base model's tokenizer (not an instruct one's), pinned: ids are these bytes' ids.
+FINEWEB_EDU = ("hf://datasets/HuggingFaceTB/smollm-corpus@3ba9d605774198c5868892d7a8deda78031a781f/"
+               "fineweb-edu-dedup/train-{:05d}-of-00234.parquet")
+FINEWEB_EDU_SHARDS, FINEWEB_EDU_BYTES = 234, 2_350_000_000  # files, and bytes of one of them (about)
+SMOLLM2 = "HuggingFaceTB/SmolLM2-1.7B@effd688a12921b4cc83e3312b6feb579f70f9c71"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Where documents come from: each reader yields (id or None, text or None)
+# Where documents come from
 
-def find_sources(source):
-    """Return the source files that --source names, in order: ["stdlib"], or the sorted paths of a file name or glob.
+def find_sources(source, shards=None):
+    """Return the names of the source files that --source means, in order, or those numbered A to B - 1 for shards "A:B".
 
+    A name is "stdlib VERSION", a path, an http(s):// URL, or hf://[datasets/]OWNER/REPOSITORY@REVISION/PATH. Plain .txt files
+    are one document each, so all of a glob together make one source.
     Raises FileNotFoundError if nothing matches, ValueError for a kind of file that no reader knows.
     """
     if source == "stdlib":
-        return ["stdlib"]
-    paths = sorted(glob.glob(source, recursive=True))
-    if not paths:
-        raise FileNotFoundError(f"--source={source}: no such file; expected stdlib, a path or a quoted glob")
-    for path in paths:
-        if Path(path).suffix not in READERS:
-            raise ValueError(f"{path}: expected a name that ends in {', '.join(READERS)}")
-    return paths
+        names = [f"stdlib {sys.version.split()[0]}"]
+    elif source == "fineweb-edu":
+        names = [FINEWEB_EDU.format(number) for number in range(FINEWEB_EDU_SHARDS)]
+    elif "://" in source:
+        names = [source]
+    else:
+        names = local_files(source)
+        if not names:
+            raise FileNotFoundError(f"--source={source}: no such file; expected stdlib, fineweb-edu, a path, a quoted glob or a URL")
+        if all(name.endswith(".txt") for name in names):
+            names = [source]
+    for name in names:
+        find_reader(name)
+    if shards:
+        first, last = map(int, shards.split(":"))
+        if not first < last <= len(names):
+            raise ValueError(f"--shards={shards}: expected A:B with 0 <= A < B <= {len(names)}, the number of source files")
+        names = names[first:last]
+    return names
 
 
-def read_stdlib():
+def local_files(source):
+    """Return the sorted paths of the local files that a path or glob means."""
+    return [source] if Path(source).is_file() else sorted(filter(os.path.isfile, glob.glob(source, recursive=True)))
+
+
+def read_stdlib(file, text_column, id_column):
     """Yield the running Python's own library as documents: one a source file (tests and site-packages left out), and one a
     topic of pydoc's help."""
     root = Path(sysconfig.get_path("stdlib"))
@@ -74,8 +116,8 @@ def read_stdlib():
         name = path.relative_to(root)
         if not skip & set(name.parts):
             try:
-                with tokenize.open(path) as file:  # honours a source file's own encoding line
-                    yield f"lib/{name.as_posix()}", file.read()
+                with tokenize.open(path) as source:  # honours a source file's own encoding line
+                    yield f"lib/{name.as_posix()}", source.read()
             except (SyntaxError, UnicodeDecodeError):
                 yield f"lib/{name.as_posix()}", None
     from pydoc_data.topics import topics
@@ -83,64 +125,182 @@ def read_stdlib():
         yield f"pydoc/{name}", text
 
 
-def read_parquet(path, text_column, id_column):
-    file = pq.ParquetFile(path)
+def read_parquet(file, text_column, id_column):
+    # Without the buffer, a whole column of a row group would be in memory at once.
+    file = pq.ParquetFile(file, buffer_size=1 << 20)
     if text_column not in file.schema_arrow.names:
-        raise ValueError(f"{path}: no column {text_column!r}; its columns are {', '.join(file.schema_arrow.names)}")
+        raise ValueError(f"no column {text_column!r}; its columns are {', '.join(file.schema_arrow.names)} (--text_column)")
     columns = [text_column] + [id_column] * (id_column in file.schema_arrow.names)
-    for batch in file.iter_batches(batch_size=1024, columns=columns):
-        # As bytes, because a column of strings may hold bytes that are not UTF-8, and one bad row must not cost the others.
-        texts = batch.column(0).cast(pa.large_binary()).to_pylist()
-        ids = batch.column(1).to_pylist() if len(columns) == 2 else [None] * len(texts)
-        yield from zip(ids, texts)
+    for group in range(file.num_row_groups):
+        rows = file.metadata.row_group(group)
+        row_bytes = rows.total_byte_size // max(rows.num_rows, 1) + 1
+        for batch in file.iter_batches(max(1, min(1024, BATCH_BYTES // row_bytes)), [group], columns):
+            # As bytes, because a column of strings may hold bytes that are not UTF-8, and one bad row must not cost the others.
+            texts = batch.column(0).cast(pa.large_binary()).to_pylist()
+            yield from zip(batch.column(1).to_pylist() if len(columns) == 2 else itertools.repeat(None), texts)
 
 
-def read_jsonl(path, text_column, id_column):
-    with open(path, encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                try:
-                    row = json.loads(line)
-                    yield row.get(id_column), row[text_column]
-                except (json.JSONDecodeError, KeyError, AttributeError) as error:
-                    raise ValueError(f"{path}:{number}: expected a JSON object with {text_column!r} ({error})") from None
+def read_jsonl(file, text_column, id_column):
+    for number, line in enumerate(io.BufferedReader(pa.input_stream(file), 1 << 20), 1):  # Arrow decompresses .gz and .zst
+        if line.strip():
+            try:
+                row = json.loads(line.decode("utf-8-sig", "replace"))
+                yield row.get(id_column), row[text_column]
+            except (ValueError, KeyError, AttributeError, RecursionError) as error:
+                raise ValueError(f"line {number}: expected a JSON object with {text_column!r} ({error!r})") from None
 
 
-def read_txt(path, text_column, id_column):
-    yield Path(path).name, Path(path).read_bytes()
+def read_txt(file, text_column, id_column):
+    for path in local_files(file):
+        yield Path(path).name, Path(path).read_bytes()
 
 
-READERS = {".parquet": read_parquet, ".jsonl": read_jsonl, ".txt": read_txt}
+READERS = {".parquet": read_parquet, ".jsonl": read_jsonl, ".jsonl.gz": read_jsonl, ".jsonl.zst": read_jsonl, ".txt": read_txt}
 
 
-def read_documents(source, text_column="text", id_column="id", skipped=None):
-    """Yield the documents of one source file as (id str or None, text str), in order.
+def find_reader(name):
+    if name.startswith("stdlib "):
+        return read_stdlib
+    for ending, reader in READERS.items():
+        if (urlsplit(name).path if "://" in name else name).endswith(ending):
+            return reader
+    raise ValueError(f"{name}: expected a name that ends in {', '.join(READERS)}")
 
-    Bytes that are not UTF-8 and lone surrogates become U+FFFD. Null and empty texts are left out and counted by reason in
-    the dict skipped.
+
+def read_rows(name, file, text_column="text", id_column="id"):
+    """Yield the rows of one source as (id or None, text: str, bytes, or whatever else is there), in order.
+
+    Args: name: as in find_sources; file: where it is, a path or an open file.
+    Raises ValueError, with the name, if it cannot be read.
     """
-    skipped = {} if skipped is None else skipped
-    rows = read_stdlib() if source == "stdlib" else READERS[Path(source).suffix](source, text_column, id_column)
     try:
-        for key, text in rows:
-            if not text:
-                reason = "null" if text is None else "empty"
-                skipped[reason] = skipped.get(reason, 0) + 1
-                continue
-            if isinstance(text, bytes):
-                text = text.decode("utf-8", "replace")
-            elif not text.isascii():
-                text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-            yield None if key is None else str(key), text
-    except (pa.ArrowInvalid, OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{source}: cannot be read ({str(error).splitlines()[0]}); replace the file and run again") from None
+        yield from find_reader(name)(file, text_column, id_column)
+    except (pa.ArrowException, OSError, ValueError) as error:
+        size = f"{os.path.getsize(file):,} bytes, " if isinstance(file, str) and os.path.isfile(file) else ""
+        raise ValueError(f"{name}: {size}cannot be read: {str(error).splitlines()[0]}; replace it and run again") from None
+
+
+def clean_text(text):
+    """Return (text as a valid Unicode str, None), or (None, the reason to skip it)."""
+    if isinstance(text, bytes):
+        text = text.decode("utf-8", "replace")
+    if not text or not isinstance(text, str):
+        return None, "null" if text is None else "empty" if text == "" else "not text"
+    if not text.isascii():
+        text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    return text, None
 
 
 def is_held_out(key, text, seed, fraction):
     """Return whether a document belongs to val: blake2b-8 of its id (its text where it has none) and the seed, below
     fraction (the paper, "Data"). Python's own hash() would change from run to run."""
-    digest = hashlib.blake2b(f"{seed}:{text if key is None else key}".encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(f"{seed}:{text if key is None else key}".encode("utf-8", "replace"), digest_size=8).digest()
     return int.from_bytes(digest, "big") < fraction * 2**64
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Fetching
+
+def fetch(name, downloads, keep, in_part=False):
+    """Return a source as a local path, downloaded if need be; or as an open remote file, if a part of it will do.
+
+    huggingface_hub does all that concerns the hub: its cache, mirror, token and offline variables, retries and resuming.
+    A download goes to the directory downloads, or with keep to the hub's own cache.
+    """
+    if name.startswith(("http://", "https://")):
+        return download(name, Path(downloads) / Path(urlsplit(name).path).name)
+    if not name.startswith("hf://"):
+        return name
+    match = re.fullmatch(r"hf://(datasets/)?([^/@]+/[^/@]+)@([^/]+)/(.+)", name)
+    if not match:
+        raise ValueError(f"{name}: expected hf://[datasets/]OWNER/REPOSITORY@REVISION/PATH")
+    import huggingface_hub as hub
+    if not sys.stderr.isatty():
+        hub.utils.disable_progress_bars()
+    where = {"repo_id": match[2], "filename": match[4], "revision": match[3], "repo_type": "dataset" if match[1] else "model"}
+    try:
+        if isinstance(cached := hub.try_to_load_from_cache(**where), str):
+            return cached
+        if in_part and name.endswith(".parquet"):
+            return hub.HfFileSystem().open(name, block_size=1 << 20)
+        return hub.hf_hub_download(**where, local_dir=None if keep else downloads)
+    except Exception as error:  # requests', httpx's and the hub's own, all of them the network's or the user's
+        raise ValueError(f"{name}: cannot be fetched: {str(error).strip().splitlines()[0]}") from None
+
+
+def download(url, path):
+    """Fetch a URL to a path, which it gets only when it is whole; return the path as str. Goes on where an earlier try ended.
+
+    Waits and tries again after 408, 429 and 5xx (as long as Retry-After says), a broken body, or 30 s of silence.
+    Raises ValueError after DOWNLOAD_TRIES in a row without a new byte, or for a wrong sha256 where the server gives one.
+    """
+    import requests
+    from urllib3.util import Retry
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part, validator = path.with_name(path.name + ".part"), path.with_name(path.name + ".etag")
+    if path.exists():
+        path.replace(part)  # whole, or cut short by something else? The server will say
+    retry = Retry(DOWNLOAD_TRIES, connect=0, read=0, backoff_factor=0.5, backoff_jitter=0.5,
+                  status_forcelist=(408, 429, 500, 502, 503, 504))
+    session, tries, most, total, sha256 = requests.Session(), 0, -1, None, None
+    session.mount(f"{urlsplit(url).scheme}://", requests.adapters.HTTPAdapter(max_retries=retry))
+    while (size := part.stat().st_size if part.exists() else 0) != total:
+        tries, most = (0, size) if size > most else (tries + 1, most)
+        if tries == DOWNLOAD_TRIES:
+            raise ValueError(f"{url}: cannot be fetched, {tries} tries in a row brought nothing: {failure}")
+        time.sleep(min(2**tries - 1, 30))
+        headers = {"Accept-Encoding": "identity"}  # some servers drop Range where they compress
+        if size:
+            headers["Range"] = f"bytes={size}-"
+            if validator.exists():
+                headers["If-Range"] = validator.read_text()  # if the file changed meanwhile, the answer is all of it
+        try:
+            with session.get(url, headers=headers, stream=True, timeout=DOWNLOAD_TIMEOUT) as answer:
+                span = re.fullmatch(r"bytes (?:(\d+)-\d+|\*)/(\d+)", answer.headers.get("Content-Range", ""))
+                resumed = answer.status_code == 206 and span and span[1] == str(size)
+                if answer.status_code == 416 and span and span[2] == str(size):
+                    break
+                if answer.status_code in (206, 416) and not resumed:
+                    part.unlink()
+                    raise requests.ConnectionError(f"answer {answer.status_code} to Range: {headers['Range']}")
+                answer.raise_for_status()
+                total = int(span[2]) if resumed else int(answer.headers.get("Content-Length", -1))
+                sha256 = find_sha256(answer.headers)
+                if not resumed:
+                    validator.write_text(answer.headers.get("ETag") or answer.headers.get("Last-Modified", ""))
+                with open(part, "ab" if resumed else "wb") as file:
+                    for chunk in answer.iter_content(1 << 20):
+                        file.write(chunk)
+                if total == -1:  # no length was given, and the body ended as a body should
+                    break
+        except (requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError) as error:
+            failure = error
+            print(f"{url}: {error}; trying again", file=sys.stderr)
+        except requests.RequestException as error:
+            raise ValueError(f"{url}: cannot be fetched: {error}") from None
+    if sha256 and sha256 != sha256_of(part):
+        part.unlink()
+        raise ValueError(f"{url}: what came has not the sha256 that the server gives ({sha256}); run again")
+    validator.unlink(missing_ok=True)
+    return str(part.replace(path))
+
+
+def find_sha256(headers):
+    """Return the sha256 (hexadecimal) of the whole file if an HTTP answer's headers give it, else None."""
+    if match := re.search(r"sha-256=:?([\w+/]{43}=)", headers.get("Repr-Digest", headers.get("Digest", ""))):
+        return base64.b64decode(match[1]).hex()
+    match = re.fullmatch(r'"([0-9a-f]{64})"', headers.get("ETag", ""))  # the Hugging Face hub's, for large files
+    return match and match[1]
+
+
+def sha256_of(*paths):
+    """Return the sha256 of the contents of files, one after another, in hexadecimal."""
+    sha256 = hashlib.sha256()
+    for path in paths:
+        with open(path, "rb") as file:
+            while block := file.read(1 << 20):
+                sha256.update(block)
+    return sha256.hexdigest()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -159,13 +319,34 @@ def train_tokenizer(texts, vocab_size):
     return tokenizer
 
 
+class Utf16:
+    """The predecessor's character-level regime: a text's UTF-16 code units are its ids, so V = 65,536 and nothing is lost.
+
+    The end of text is U+FFFF, which is no character and so in no honest text; a document that holds it is skipped and counted.
+    A data directory keeps it as the tokenizer.json UTF16_JSON, so that later stages load it as they load any other.
+    """
+    eot_id = 0xFFFF
+
+    def encode(self, text, add_special_tokens=False):
+        return SimpleNamespace(ids=np.frombuffer(text.encode("utf-16-le"), "<u2").tolist())
+
+    def decode(self, ids, skip_special_tokens=True):
+        ids = np.array([i for i in ids if i != self.eot_id or not skip_special_tokens], "<u2")
+        return ids.tobytes().decode("utf-16-le", "replace")
+
+
+UTF16_JSON = b'{"model": {"type": "utf16"}}'
+
+
 def load_tokenizer(path):
-    """Return the Tokenizer of a tokenizer.json, set to encode text as ordinary text, whole and unpadded.
+    """Return the Tokenizer (or Utf16) of a tokenizer.json, set to encode text as ordinary text, whole and unpadded.
 
     Raises FileNotFoundError, or ValueError if its ids do not fit in uint16 or it is not a byte-level BPE.
     """
     if not Path(path).is_file():
         raise FileNotFoundError(f"{path}: no such tokenizer file")
+    if Path(path).read_bytes() == UTF16_JSON:
+        return Utf16()
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises bare Exception
@@ -182,12 +363,20 @@ def load_tokenizer(path):
 
 def vocab_size(tokenizer):
     """Return the highest id + 1, added tokens included: the rows that a table or a head needs."""
+    if isinstance(tokenizer, Utf16):
+        return MAX_VOCAB_SIZE
     return max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
 
 def token_bytes(tokenizer):
-    """Return how many bytes of text each id stands for: int64 [V]; special tokens stand for none."""
+    """Return how many bytes of UTF-8 text each id stands for: int64 [V]; special tokens stand for none."""
     sizes = np.zeros(vocab_size(tokenizer), np.int64)
+    if isinstance(tokenizer, Utf16):
+        sizes[:] = 3
+        sizes[:0x800], sizes[:0x80] = 2, 1
+        sizes[0xD800:0xE000] = 2  # a surrogate pair is one character of 4 bytes
+        sizes[tokenizer.eot_id] = 0
+        return sizes
     for token, i in tokenizer.get_vocab(with_added_tokens=False).items():
         sizes[i] = len(token)  # the byte-level alphabet writes each byte as one character
     for i, added in tokenizer.get_added_tokens_decoder().items():
@@ -195,40 +384,173 @@ def token_bytes(tokenizer):
     return sizes
 
 
-def find_tokenizer(name, out, train_texts):
-    """Return (path, revision) of the tokenizer.json that --tokenizer names.
-
-    Args:
-        name: train:N (trained on train_texts() and written to out), a path, or a Hugging Face repository[@revision].
-    """
-    if name.startswith("train:"):
-        if not (name[6:].isdigit() and 257 < int(name[6:]) <= MAX_VOCAB_SIZE):
-            raise ValueError(f"--tokenizer={name}: expected train:N with N from 258 to {MAX_VOCAB_SIZE}")
-        path = Path(out) / "tokenizer.json"
-        if not path.exists():
-            print(f"training a byte-level BPE tokenizer of {name[6:]} ids on the train documents")
-            write_whole(path, train_tokenizer(train_texts(), int(name[6:])).to_str(pretty=True).encode())
-        return path, None
-    if name.endswith(".json") or Path(name).exists():
-        return Path(name), None
-    from huggingface_hub import hf_hub_download
-    repository, _, revision = name.partition("@")
-    revision = revision or PINNED_REVISIONS.get(repository)
-    if revision is None:
-        raise ValueError(f"--tokenizer={name}: expected a pinned revision, as in {name}@COMMIT (or a tokenizer.json path)")
-    try:
-        return Path(hf_hub_download(repository, "tokenizer.json", revision=revision)), revision
-    except Exception as error:
-        raise ValueError(f"--tokenizer={name}: cannot be fetched ({str(error).splitlines()[0]}); "
-                         "give the path of a tokenizer.json instead") from None
-
-
 def find_eot(tokenizer):
     """Return the id that ends each document. Raises ValueError if the tokenizer has none."""
+    if isinstance(tokenizer, Utf16):
+        return tokenizer.eot_id
     for token in (EOT, "<|end_of_text|>", "</s>", "<eos>"):
         if (i := tokenizer.token_to_id(token)) is not None:
             return i
     raise ValueError(f"the tokenizer has no end-of-text token (such as {EOT})")
+
+
+def find_tokenizer(name, out, train_texts):
+    """Return the path of the tokenizer.json that --tokenizer names.
+
+    Args:
+        name: train:N (trained on train_texts() and written to out), utf16 (written to out), a path, or a Hugging Face
+            OWNER/REPOSITORY@REVISION.
+    """
+    path = Path(out) / "tokenizer.json"
+    if name.startswith("train:"):
+        if not (name[6:].isdigit() and 257 < int(name[6:]) <= MAX_VOCAB_SIZE):
+            raise ValueError(f"--tokenizer={name}: expected train:N with N from 258 to {MAX_VOCAB_SIZE}")
+        if not (Path(out) / "meta.json").exists():  # else it is the one that made the shards there
+            print(f"training a byte-level BPE tokenizer of {name[6:]} ids on the train documents")
+            write_whole(path, train_tokenizer(train_texts(), int(name[6:])).to_str(pretty=True).encode())
+        return path
+    if name == "utf16":
+        if not (Path(out) / "meta.json").exists():
+            write_whole(path, UTF16_JSON)
+        return path
+    if name.endswith(".json") or Path(name).exists():
+        return Path(name)
+    if not re.fullmatch(r"[^/@]+/[^/@]+@[^/@]+", name):
+        raise ValueError(f"--tokenizer={name}: no such file; expected train:N, utf16, a tokenizer.json, or a Hugging Face "
+                         f"OWNER/REPOSITORY@REVISION such as {SMOLLM2}")
+    return Path(fetch(f"hf://{name}/tokenizer.json", out, keep=True))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The same ids, faster: tiktoken in place of tokenizers wherever that provably changes nothing
+
+PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]  # GPT-2's byte-level alphabet: these stand for themselves
+BYTES = {chr(b): b for b in PRINTABLE} | {chr(256 + n): b for n, b in enumerate(b for b in range(256) if b not in PRINTABLE)}
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
+DIGITS = {"type": "Digits", "individual_digits": True}
+PATTERNS = [  # pre-tokenizers, and the one regular expression that cuts as they do
+    ([BYTE_LEVEL], r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"),
+    # Where Digits has cut, ByteLevel sees an end of text: hence a digit ends a run of spaces as the end would.
+    ([DIGITS, BYTE_LEVEL], r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?![^\s\p{N}])|\s+"),
+]
+
+
+def find_twin(tokenizer):
+    """Return (pattern, ranks bytes -> id) with which tiktoken gives exactly the ids of a Tokenizer.
+
+    tiktoken joins any two neighbours that together are a token, lowest id first; tokenizers joins the two that a merge
+    names, first merge first. That is the same if (1) ids rise in the order of the merges, each of which makes a token of
+    its own out of bytes and earlier tokens, and (2) every token, alone, is encoded as itself. For take the first join where
+    they differ: two neighbours x y make token t, whose merge is a b. Nothing has been joined across the ends of t, so within
+    them all is as if t stood alone, and then by (2) what stands there is a b.
+
+    Bytes without a token (SmolLM2 has 21) get ids over 65,535; make_encoder leaves documents that have such to tokenizers.
+    Raises ValueError, saying what stands in the way.
+    """
+    spec = json.loads(tokenizer.to_str())
+    model, step = spec["model"], spec["pre_tokenizer"] or {}
+    steps = [{k: v for k, v in step.items() if k != "trim_offsets"} for step in step.get("pretokenizers", [step])]
+    patterns = [pattern for shape, pattern in PATTERNS if shape == steps]
+    if not patterns:
+        raise ValueError("another pre-tokenizer than ByteLevel, or Digits and ByteLevel")
+    if spec["normalizer"] or any(not token["special"] for token in spec["added_tokens"]):
+        raise ValueError("a normalizer, or added tokens that are not special")
+    if model["type"] != "BPE" or any(model.get(key) for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix",
+                                                                "ignore_merges")):
+        raise ValueError("another model than plain BPE")
+    ranks, last = {token: model["vocab"][token] for token in BYTES if token in model["vocab"]}, -1
+    for a, b in model["merges"]:
+        if a not in ranks or b not in ranks or model["vocab"][a + b] <= last:
+            raise ValueError(f"the merge of {a!r} and {b!r} is out of order")
+        last = ranks[a + b] = model["vocab"][a + b]
+    bare = Tokenizer.from_str(json.dumps({**spec, "pre_tokenizer": None, "post_processor": None, "added_tokens": []}))
+    for token, encoding in zip(ranks, bare.encode_batch_fast(list(ranks), add_special_tokens=False)):
+        if encoding.ids != [ranks[token]]:
+            raise ValueError(f"the token {token!r} is not encoded as itself")
+    ranks = {bytes(BYTES[c] for c in token): i for token, i in ranks.items()}
+    twin = patterns[0], {bytes([b]): MAX_VOCAB_SIZE + b for b in range(256)} | ranks
+    # What the proof takes for granted: that the two libraries mean the same by a letter, a digit and a space.
+    plain, fast = make_encoder(tokenizer, None), make_encoder(tokenizer, twin)
+    for start in range(0, 0x32400, 64):
+        block = "".join(map(chr, range(start, start + 64)))
+        text = f"{block} a1 {block[::-1]}" if not 0xD800 <= start < 0xE000 else ""
+        if not np.array_equal(plain(text), fast(text)):
+            raise ValueError(f"other ids for the characters from U+{start:04X}")
+    return twin
+
+
+def make_encoder(tokenizer, twin):
+    """Return the function from a text to its ids: a sequence of integers, or None if it has no ids (see Utf16)."""
+    if isinstance(tokenizer, Utf16):
+        return lambda text: np.frombuffer(text.encode("utf-16-le"), "<u2") if "\uffff" not in text else None
+
+    def plain(text):
+        return np.array(tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids, np.uint32)  # without offsets
+
+    if twin is None:
+        return plain
+    fast = tiktoken.Encoding("twin", pat_str=twin[0], mergeable_ranks=twin[1], special_tokens={})
+
+    def checked(text):
+        try:
+            ids = fast.encode_to_numpy(text)
+        except ValueError:  # its regular expressions give up on some hundred thousand spaces in a row
+            return plain(text)
+        return ids if ids.max(initial=0) < MAX_VOCAB_SIZE else plain(text)  # tokenizers drops a byte without a token
+    return checked
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Worker processes: rows in, token ids out
+
+def start_worker(tokenizer_path, twin, eot_id, split_seed, val_fraction):
+    """Make ready for encode_batch, in this process."""
+    global worker
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    worker = SimpleNamespace(encode=make_encoder(load_tokenizer(tokenizer_path), twin), end=np.array([eot_id], np.uint32),
+                             split=(split_seed, val_fraction))
+    if parent := multiprocessing.parent_process():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to handle
+        threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()  # no orphans if that is killed
+
+
+def encode_batch(rows):
+    """Return (skipped Counter by reason, for train and val: (ids uint16 as bytes, document lengths, bytes of text)) of a list
+    of rows (id, text). Anything else but a list is a mark in the stream and comes back as it is."""
+    if not isinstance(rows, list):
+        return rows
+    skipped, sides = Counter(), [([], [], []), ([], [], [])]
+    for key, text in rows:
+        text, reason = clean_text(text)
+        if text is not None and (ids := worker.encode(text)) is None:
+            reason = "has the end-of-text id"
+        if reason:
+            skipped[reason] += 1
+            continue
+        arrays, lengths, sizes = sides[is_held_out(key, text, *worker.split)]
+        arrays += (ids, worker.end)
+        lengths.append(len(ids) + 1)
+        sizes.append(len(text.encode()))
+    return skipped, [(np.concatenate(arrays).astype("<u2").tobytes() if arrays else b"", lengths, sum(sizes))
+                     for arrays, lengths, sizes in sides]
+
+
+def encode_in_order(jobs, workers, settings):
+    """Yield (number, encode_batch(job)) for each (number, job), in order, with a bounded number of jobs on their way."""
+    if workers == 1:
+        start_worker(*settings)
+        yield from ((number, encode_batch(job)) for number, job in jobs)
+        return
+    # spawn: forking a process whose libraries have started threads can hang the child
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), start_worker, settings) as pool:
+        pending = deque()
+        for number, job in jobs:
+            pending.append((number, pool.submit(encode_batch, job)))
+            if len(pending) > 2 * workers + 2:
+                number, result = pending.popleft()
+                yield number, result.result()
+        for number, result in pending:
+            yield number, result.result()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -261,12 +583,11 @@ class ShardWriter:
         self.sha256 = hashlib.sha256()
         self.lengths, self.bytes = [], 0
 
-    def add(self, ids, n_bytes):
-        """Append one document: its ids with the end of text, and the bytes of its text."""
-        data = np.asarray(ids, dtype="<u2").tobytes()
-        self.file.write(data)
-        self.sha256.update(data)
-        self.lengths.append(len(ids))
+    def add(self, ids, lengths, n_bytes):
+        """Append documents: their ids (uint16 as bytes), their lengths in ids, the bytes of their texts."""
+        self.file.write(ids)
+        self.sha256.update(ids)
+        self.lengths += lengths
         self.bytes += n_bytes
 
     def close(self):
@@ -285,12 +606,35 @@ class ShardWriter:
                 "idx_sha256": hashlib.sha256(index).hexdigest()}
 
 
-def batches(documents):
-    """Group (id, text) pairs into lists that are short in documents and in bytes."""
+def source_facts(file):
+    """Return the size and sha256 of a local source as they go into meta.json; None where there is no file to measure."""
+    paths = local_files(file) if isinstance(file, str) else []
+    return {"size": sum(map(os.path.getsize, paths)), "sha256": sha256_of(*paths)} if paths else {"size": None, "sha256": None}
+
+
+def fetch_ahead(names, args):
+    """Yield (file, source_facts(file)) or (the error, None) for each source, while the next one is being fetched."""
+    ready = queue.Queue(1)
+
+    def work():
+        for name in names:
+            try:
+                file = fetch(name, f"{args.out}/downloads", args.keep_downloads, args.max_documents is not None)
+                ready.put((file, source_facts(file)))
+            except Exception as error:
+                ready.put((error, None))
+
+    threading.Thread(target=work, daemon=True).start()  # a daemon: an error elsewhere must not wait for a download
+    for _ in names:
+        yield ready.get()
+
+
+def batches(rows):
+    """Group rows into lists that are short in documents and in bytes."""
     batch, size = [], 0
-    for key, text in documents:
-        batch.append((key, text))
-        size += len(text)
+    for row in rows:
+        batch.append(row)
+        size += len(row[1]) if isinstance(row[1], (bytes, str)) else 0
         if len(batch) == BATCH_DOCUMENTS or size > BATCH_BYTES:
             yield batch
             batch, size = [], 0
@@ -298,24 +642,73 @@ def batches(documents):
         yield batch
 
 
-def write_shards(out, number, source, tokenizer, eot_id, args):
-    """Encode one source file into its train and val shard; return its entry in meta.json."""
-    skipped = {}
-    sha256 = hashlib.sha256()
-    writers = {split: ShardWriter(out, split, number) for split in SPLITS}
-    documents = read_documents(source, args.text_column, args.id_column, skipped)
-    bar = tqdm(desc=f"shard {number:05d}", unit=" documents", unit_scale=True, disable=None)
-    for batch in batches(documents):
-        encodings = tokenizer.encode_batch_fast([text for _, text in batch], add_special_tokens=False)
-        for (key, text), encoding in zip(batch, encodings):
-            data = text.encode()
-            sha256.update(data)
-            split = SPLITS[is_held_out(key, text, args.split_seed, args.val_fraction)]
-            writers[split].add(encoding.ids + [eot_id], len(data))
-        bar.update(len(batch))
-    bar.close()
-    return {"source": source, "text_sha256": sha256.hexdigest(), "skipped": skipped,
-            **{split: writer.close() for split, writer in writers.items()}}
+def read_jobs(meta, args):
+    """Yield (number, rows) for every source without a shard, a list of rows at a time, and at its end (number, source_facts).
+
+    An error is yielded in its place: raised, it would cost the shards whose rows are still on their way.
+    """
+    left = sys.maxsize if args.max_documents is None else args.max_documents
+    files = fetch_ahead([name for name, shard in zip(meta["sources"], meta["shards"]) if not shard], args)
+    for number, (name, shard) in enumerate(zip(meta["sources"], meta["shards"])):
+        if shard:
+            left -= sum(shard["skipped"].values()) + sum(shard[split]["documents"] for split in SPLITS)
+            continue
+        file, facts = next(files) if left else (None, source_facts(None))
+        try:
+            if isinstance(file, Exception):
+                raise file
+            for batch in batches(itertools.islice(read_rows(name, file, args.text_column, args.id_column), left)):
+                left -= len(batch)
+                yield number, batch
+        except (ValueError, OSError) as error:
+            yield number, error
+            return
+        yield number, facts
+        if "://" in name and not args.keep_downloads and Path(str(file)).resolve().is_relative_to(Path(args.out).resolve()):
+            os.remove(file)
+
+
+def write_shards(meta, settings, args):
+    """Encode every source without a shard into its train and val shard; meta.json tells of each as soon as it is whole."""
+    shards, writers, documents, tokens, start = meta["shards"], None, 0, 0, time.monotonic()
+    todo = shards.count(None)
+    with tqdm(total=len(shards), initial=len(shards) - todo, unit=" shards", disable=None) as shard_bar, \
+            tqdm(total=count_rows(meta, args), unit=" documents", unit_scale=True, disable=None) as bar:
+        for number, result in encode_in_order(read_jobs(meta, args), args.workers, settings):
+            if isinstance(result, Exception):
+                raise result
+            if writers is None:
+                writers, skipped = [ShardWriter(args.out, split, number) for split in SPLITS], Counter()
+            if isinstance(result, tuple):
+                skipped += result[0]
+                for writer, (ids, lengths, n_bytes) in zip(writers, result[1]):
+                    writer.add(ids, lengths, n_bytes)
+                    documents += len(lengths)
+                    tokens += sum(lengths)
+                bar.update(documents - bar.n)
+                bar.set_postfix_str(f"{tokens / (time.monotonic() - start):,.0f} tokens/s")
+                continue
+            shards[number] = {"source": meta["sources"][number], **result, "skipped": dict(sorted(skipped.items())),
+                              **{split: writer.close() for split, writer in zip(SPLITS, writers)}}
+            writers = None
+            write_whole(Path(args.out) / "meta.json", json.dumps(meta, indent=1).encode())
+            shard_bar.update()
+            if bar.disable:
+                seconds, undone = time.monotonic() - start, shards.count(None)
+                print(f"shard {len(shards) - undone}/{len(shards)}: {documents:,} documents, {tokens:,} tokens so far, "
+                      f"{documents / seconds:,.0f} documents/s, {tokens / seconds:,.0f} tokens/s, "
+                      f"{seconds * undone / (todo - undone):,.0f} s left", flush=True)
+
+
+def count_rows(meta, args):
+    """Return how many rows are still to be read, for the progress bar; None where only reading them all would tell."""
+    names = [name for name, shard in zip(meta["sources"], meta["shards"]) if not shard]
+    if args.max_documents is None and all(name.endswith(".parquet") and "://" not in name for name in names):
+        try:
+            return sum(pq.read_metadata(name).num_rows for name in names)
+        except (pa.ArrowException, OSError):
+            return None  # read_rows will say which and why
+    return args.max_documents
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -326,9 +719,13 @@ def read_meta(data_dir):
     path = Path(data_dir) / "meta.json"
     if not path.is_file():
         raise FileNotFoundError(f"{data_dir}: no prepared data here; run python prepare.py --out={data_dir} (or give --data=DIR)")
-    meta = json.loads(path.read_text())
-    if meta["format"] != FORMAT:
-        raise ValueError(f"{path}: format {meta['format']}; expected {FORMAT}; prepare the data again")
+    try:
+        meta = json.loads(path.read_text())
+        found = meta["format"]
+    except (ValueError, KeyError, TypeError):
+        found = "unreadable"
+    if found != FORMAT:
+        raise ValueError(f"{path}: format {found}; expected {FORMAT}; delete {data_dir} and prepare it again")
     return meta
 
 
@@ -339,16 +736,15 @@ class Shard:
     """
 
     def __init__(self, data_dir, split, number, meta):
-        entry = meta["shards"][number][split]
+        self.entry, self.tokenizer = meta["shards"][number][split], meta["tokenizer"]
         self.name = f"{split}/{number:05d}"
         self.path = Path(data_dir) / split / f"{number:05d}.bin"
-        self.documents, self.tokens, self.longest = entry["documents"], entry["tokens"], entry["longest"]
-        self.eot_id = meta["tokenizer"]["eot_id"]
+        self.documents, self.tokens, self.longest = (self.entry[key] for key in ("documents", "tokens", "longest"))
         for path, size in ((self.path, 2 * self.tokens), (self.path.with_suffix(".idx"), 8 * (self.documents + 1))):
             found = path.stat().st_size if path.is_file() else None
             if found != size:
                 raise ValueError(f"{path}: {'missing' if found is None else f'{found:,} bytes'}; expected {size:,} bytes; "
-                                 f"delete {data_dir} and prepare it again")
+                                 "run the same prepare.py command again to repair it")
 
     def map(self):
         """Return (tokens uint16 [n_tokens], starts int64 [n_documents + 1]), memory-mapped read-only.
@@ -357,109 +753,209 @@ class Shard:
         """
         tokens = np.memmap(self.path, dtype="<u2", mode="r")
         starts = np.memmap(self.path.with_suffix(".idx"), dtype="<i8", mode="r")
-        lengths = np.diff(starts)
         # A document ends in the end of text; a thousand of them tell a swapped file without reading it all.
         ends = starts[1:][:: max(1, self.documents // 1000)] - 1
-        if starts[0] != 0 or starts[-1] != self.tokens or lengths.min() < 1 or (tokens[ends] != self.eot_id).any():
-            raise ValueError(f"{self.path}: its index does not belong to it; delete {self.path.parent.parent} and prepare it again")
+        if (starts[0] != 0 or starts[-1] != self.tokens or np.diff(starts).min() < 1
+                or (tokens[ends] != self.tokenizer["eot_id"]).any()):
+            raise ValueError(f"{self.path}: its index does not belong to it; run the same prepare.py command again to repair it")
         return tokens, starts
+
+    def verify(self):
+        """Read it all. Raises ValueError unless it is what was written: index, sha256 of both files, ids below vocab_size."""
+        tokens, _ = self.map()
+        for path, key in ((self.path, "bin_sha256"), (self.path.with_suffix(".idx"), "idx_sha256")):
+            if sha256_of(path) != self.entry[key]:
+                raise ValueError(f"{path}: its sha256 is not the one in meta.json; run the same prepare.py command again to repair it")
+        if tokens.max() >= self.tokenizer["vocab_size"]:
+            raise ValueError(f"{self.path}: id {tokens.max()}; expected ids below vocab_size {self.tokenizer['vocab_size']}")
 
 
 def open_shards(data_dir, split):
     """Return the Shards of a split that hold documents. Raises ValueError for a missing or cut file or unfinished data."""
     meta = read_meta(data_dir)
-    if len(meta["shards"]) < len(meta["sources"]):
-        raise ValueError(f"{data_dir}: {len(meta['shards'])} of {len(meta['sources'])} source files are done; "
+    if undone := meta["shards"].count(None):
+        raise ValueError(f"{data_dir}: {undone} of {len(meta['shards'])} source files are not done yet; "
                          "run the same prepare.py command again to finish")
     return [Shard(data_dir, split, number, meta) for number, entry in enumerate(meta["shards"]) if entry[split]["documents"]]
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+def find_damage(data_dir, meta, workers):
+    """Return {number: what is wrong} of the shards that are not, byte for byte, what meta.json says."""
+    def examine(number):
+        try:
+            for split in SPLITS:
+                if meta["shards"][number] and meta["shards"][number][split]["documents"]:
+                    Shard(data_dir, split, number, meta).verify()
+        except (ValueError, OSError, IndexError) as error:
+            return str(error)
 
-def print_summary(data_dir):
-    """Print what a prepared directory holds: documents, tokens, and how many documents are long enough to train on."""
+    with ThreadPoolExecutor(workers) as pool:  # hashing and numpy let threads run side by side
+        found = pool.map(examine, range(len(meta["shards"])))
+        return {number: error for number, error in enumerate(tqdm(found, total=len(meta["shards"]), desc="verify", disable=None))
+                if error}
+
+
+def print_stats(data_dir, histogram=False):
+    """Print what a prepared directory holds: documents, tokens, and how many of them are long enough to train on."""
     meta = read_meta(data_dir)
-    skipped = {}
-    for entry in meta["shards"]:
-        for reason, n in entry["skipped"].items():
-            skipped[reason] = skipped.get(reason, 0) + n
-    print(f"{data_dir}: tokenizer {meta['tokenizer']['name']}, vocab_size {meta['tokenizer']['vocab_size']:,}; "
-          f"rows skipped: {', '.join(f'{n:,} {reason}' for reason, n in skipped.items()) or 'none'}")
-    print(f"{'':5} {'documents':>13} {'tokens':>16} {'bytes/token':>11}   documents of more than T tokens, T = "
-          + " ".join(f"{size:>9}" for size in SUMMARY_BLOCK_SIZES))
-    for split in SPLITS:
-        entries = [entry[split] for entry in meta["shards"]]
-        tokens = sum(entry["tokens"] for entry in entries)
-        lengths = [np.diff(shard.map()[1]) for shard in open_shards(data_dir, split)]
-        eligible = [sum(int((n > size).sum()) for n in lengths) for size in SUMMARY_BLOCK_SIZES]
-        print(f"{split:5} {sum(e['documents'] for e in entries):13,} {tokens:16,} "
-              f"{sum(e['bytes'] for e in entries) / max(tokens, 1):11.3f}   {'':37}"
-              + " ".join(f"{n:9,}" for n in eligible))
-        if not tokens:
+    skipped = sum((Counter(entry["skipped"]) for entry in meta["shards"]), Counter())
+    print(f"{data_dir}: {len(meta['shards'])} source files, tokenizer {meta['tokenizer']['name']}, "
+          f"vocab_size {meta['tokenizer']['vocab_size']:,}; rows skipped: "
+          f"{', '.join(f'{n:,} {reason}' for reason, n in sorted(skipped.items())) or 'none'}")
+    limits, lengths_seen, table = (0, *BLOCK_SIZES), np.zeros((2, 32), np.int64), np.zeros((2, 1 + len(BLOCK_SIZES), 2), np.int64)
+    for side, split in enumerate(SPLITS):
+        for shard in open_shards(data_dir, split):
+            lengths = np.diff(shard.map()[1])
+            table[side] += [((lengths > limit).sum(), lengths[lengths > limit].sum()) for limit in limits]
+            lengths_seen[side] += np.bincount(np.frexp(lengths)[1] - 1, minlength=32)  # by floor(log2)
+    print(f"{'':22}{'train documents':>16}{'tokens':>18}{'val documents':>16}{'tokens':>18}")
+    for row, limit in enumerate(limits):
+        print(f"{f'of more than {limit:,} tokens' if limit else 'all':22}"
+              + "".join(f"{documents:16,}{tokens:18,}" for documents, tokens in table[:, row].tolist()))
+    n_bytes = [sum(entry[split]["bytes"] for entry in meta["shards"]) for split in SPLITS]
+    print(f"{'bytes per token':22}" + "".join(f"{size / max(tokens, 1):34.3f}" for size, tokens in zip(n_bytes, table[:, 0, 1].tolist())))
+    for side, split in enumerate(SPLITS):
+        if not table[side, 0, 0]:
             print(f"{split}: no document; train.py will " + ("have nothing to learn from" if split == "train"
                   else "not evaluate (a larger --val_fraction holds documents out)"))
+    if histogram:
+        print("\ntokens in a document   documents, train and val")
+        documents = lengths_seen.sum(0).tolist()
+        for power in np.flatnonzero(documents).tolist():
+            print(f"{1 << power:9,} to {(2 << power) - 1:9,}{documents[power]:16,}  {'#' * (50 * documents[power] // max(documents))}")
 
+
+# ----------------------------------------------------------------------------------------------------------------------
 
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__, usage=argparse.SUPPRESS, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--source", default="stdlib", help="stdlib, or .parquet, .jsonl, .txt paths or a glob (default: %(default)s)")
-    parser.add_argument("--tokenizer", help="train:N, a tokenizer.json, or a Hugging Face repository[@revision] "
-                        "(default: train:3072 for stdlib, else HuggingFaceTB/SmolLM2-1.7B)")
-    parser.add_argument("--out", help="directory to write (default: data/stdlib, else data/ and the source's name)")
-    parser.add_argument("--val_fraction", type=float, help="share of documents held out (default: 0.05 for stdlib, else 0.001)")
-    parser.add_argument("--split_seed", type=int, default=0, help="seed of the split (default: %(default)s)")
-    parser.add_argument("--text_column", default="text", help="name of the text column (default: %(default)s)")
-    parser.add_argument("--id_column", default="id", help="name of the id column; documents without one are split by their "
-                        "text (default: %(default)s)")
+    group = parser.add_argument_group("documents")
+    group.add_argument("--source", default="stdlib", help="stdlib, fineweb-edu, an http(s) or hf:// URL, or a path or glob of "
+                       ".parquet, .jsonl, .jsonl.gz, .jsonl.zst or .txt files (default: %(default)s)")
+    group.add_argument("--shards", help="A:B, take only the source files numbered A to B - 1 (default: all)")
+    group.add_argument("--max_documents", type=int, help="take only the first so many documents (default: all)")
+    group.add_argument("--text_column", default="text", help="name of the text column (default: %(default)s)")
+    group.add_argument("--id_column", default="id", help="name of the id column; documents without one are split by their "
+                       "text (default: %(default)s)")
+    group = parser.add_argument_group("what becomes of them")
+    group.add_argument("--tokenizer", help="train:N, utf16, a tokenizer.json, or a Hugging Face OWNER/REPOSITORY@REVISION "
+                       f"(default: train:3072 for stdlib, else {SMOLLM2})")
+    group.add_argument("--val_fraction", type=float, help="share of documents held out (default: 0.05 for stdlib, else 0.001)")
+    group.add_argument("--split_seed", type=int, default=0, help="seed of the split (default: %(default)s)")
+    group.add_argument("--out", help="directory to write (default: data/stdlib, data/fineweb-edu, else data/ and the source's name)")
+    group.add_argument("--workers", type=int, default=os.cpu_count(), help="processes (default: %(default)s, this machine's cores)")
+    group.add_argument("--keep_downloads", action="store_true", help="do not delete downloaded files after use")
+    group = parser.add_argument_group("instead of preparing")
+    group.add_argument("--check", metavar="DIR", help="verify every shard of a prepared directory")
+    group.add_argument("--stats", action="store_true", help="with --check: print its size and the lengths of its documents")
     args = parser.parse_args()
     embedded = args.source == "stdlib"
-    args.tokenizer = args.tokenizer or ("train:3072" if embedded else "HuggingFaceTB/SmolLM2-1.7B")
+    args.tokenizer = args.tokenizer or ("train:3072" if embedded else SMOLLM2)
     args.out = args.out or f"data/{Path(args.source).name.split('.')[0].replace('*', '') or 'corpus'}"
     args.val_fraction = (0.05 if embedded else 0.001) if args.val_fraction is None else args.val_fraction
     if not 0 <= args.val_fraction < 1:
         parser.error(f"--val_fraction={args.val_fraction}: expected 0 or more and less than 1")
+    if args.shards and not re.fullmatch(r"\d+:\d+", args.shards):
+        parser.error(f"--shards={args.shards}: expected A:B, as in 0:2")
+    if args.workers < 1 or args.max_documents is not None and args.max_documents < 1:
+        parser.error("--workers and --max_documents: expected 1 or more")
+    if args.stats and not args.check:
+        parser.error("--stats goes with --check=DIR")
     return args
+
+
+def check(data_dir, workers, stats):
+    """Verify a prepared directory; exit with 1 and the list of what is wrong with it."""
+    meta = read_meta(data_dir)
+    damage = find_damage(data_dir, meta, workers)
+    damage |= {number: f"{data_dir}: {meta['sources'][number]} has no shard yet" for number, shard in enumerate(meta["shards"]) if not shard}
+    if damage:
+        sys.exit("\n".join(f"prepare.py: shard {number:05d}: {error}" for number, error in sorted(damage.items())))
+    print(f"{data_dir}: {len(meta['shards'])} shards are what meta.json says")
+    if stats:
+        print_stats(data_dir, histogram=True)
+
+
+def resume(meta, done, args):
+    """Return the meta to go on with: done, without the shards that are damaged. Raises ValueError if it was another preparation."""
+    flat = [{**m, **{f"tokenizer {k}": v for k, v in m["tokenizer"].items()}, **{f"split {k}": v for k, v in m["split"].items()}}
+            for m in (done, meta)]
+    if differing := [f"{key}: {textwrap.shorten(str(flat[0][key]), 80)} there, {textwrap.shorten(str(value), 80)} asked for"
+                     for key, value in flat[1].items() if key not in ("tokenizer", "split", "shards") and flat[0][key] != value]:
+        raise ValueError(f"{args.out} was prepared differently; {'; '.join(differing)}; choose another --out")
+    for shard in filter(None, done["shards"]):
+        facts = source_facts(shard["source"])
+        if facts["size"] is not None and any(shard[key] != value for key, value in facts.items()):
+            raise ValueError(f"{shard['source']} is not the file that it was when {args.out} was prepared; choose another --out")
+    for number, error in find_damage(args.out, done, args.workers).items():
+        print(f"shard {number:05d}: {error}: making it again", file=sys.stderr)
+        done["shards"][number] = None
+    return done
 
 
 def main():
     args = parse_args()
-    sources = find_sources(args.source)
-    Path(args.out).mkdir(parents=True, exist_ok=True)
+    if args.check:
+        return check(args.check, args.workers, args.stats)
+    out, sources = Path(args.out), find_sources(args.source, args.shards)
+    out.mkdir(parents=True, exist_ok=True)
 
     def train_texts():
-        for source in sources:
-            for key, text in read_documents(source, args.text_column, args.id_column):
-                if not is_held_out(key, text, args.split_seed, args.val_fraction):
+        for name in sources:
+            for key, text in read_rows(name, fetch(name, out / "downloads", args.keep_downloads), args.text_column, args.id_column):
+                text, _ = clean_text(text)
+                if text and not is_held_out(key, text, args.split_seed, args.val_fraction):
                     yield text
 
-    path, revision = find_tokenizer(args.tokenizer, args.out, train_texts)
+    path = find_tokenizer(args.tokenizer, out, train_texts)
     tokenizer = load_tokenizer(path)
-    eot_id = find_eot(tokenizer)
     meta = {
         "format": FORMAT,
         "sources": sources,
         "columns": [args.text_column, args.id_column],
-        "tokenizer": {"name": args.tokenizer, "revision": revision, "vocab_size": vocab_size(tokenizer), "eot_id": eot_id,
-                      "sha256": hashlib.sha256(path.read_bytes()).hexdigest()},
+        "max_documents": args.max_documents,
+        "tokenizer": {"name": args.tokenizer, "vocab_size": vocab_size(tokenizer), "eot_id": find_eot(tokenizer),
+                      "sha256": sha256_of(path)},
         "split": {"rule": "blake2b-8 of 'seed:id' / 2^64 < fraction", "seed": args.split_seed, "fraction": args.val_fraction},
-        "shards": [],
+        "shards": [None] * len(sources),
     }
-    if (Path(args.out) / "meta.json").exists():
-        done = read_meta(args.out)
-        if differing := [f"{key}: {done[key]} there, {meta[key]} asked for" for key in meta if key != "shards" and done[key] != meta[key]]:
-            raise ValueError(f"{args.out} was prepared differently; {'; '.join(differing)}; choose another --out")
-        meta = done
-    write_whole(Path(args.out) / "tokenizer.json", path.read_bytes())
-    for number, source in enumerate(sources):
-        if number >= len(meta["shards"]):
-            meta["shards"].append(write_shards(args.out, number, source, tokenizer, eot_id, args))
-            write_whole(Path(args.out) / "meta.json", json.dumps(meta, indent=1).encode())
-    print_summary(args.out)
+    if (out / "meta.json").exists():
+        meta = resume(meta, read_meta(out), args)
+    else:
+        check_space(meta, args)
+        write_whole(out / "tokenizer.json", path.read_bytes())
+    if None in meta["shards"]:
+        twin, kind = None, "UTF-16 code units"
+        if isinstance(tokenizer, Tokenizer):
+            try:
+                twin, kind = find_twin(tokenizer), "tiktoken, proven to give the ids that tokenizers gives"
+            except ValueError as error:
+                kind = f"tokenizers, since this one has {error}"
+        print(f"{len(sources)} source files to {out}: ids by {kind}; {args.workers} workers", flush=True)
+        write_shards(meta, (str(out / "tokenizer.json"), twin, meta["tokenizer"]["eot_id"], args.split_seed, args.val_fraction), args)
+    if not args.keep_downloads:
+        shutil.rmtree(out / "downloads", ignore_errors=True)
+    print_stats(out)
+
+
+def check_space(meta, args):
+    """Raise ValueError if the disk cannot hold what is to come, by a low estimate: half the bytes of a local source, and of
+    the paper's corpus 0.8 bytes of ids a byte, with three shards (or with --keep_downloads all) downloaded at a time."""
+    if args.max_documents is None:
+        remote = sum(name.startswith("hf://") for name in meta["sources"])
+        need = (sum(map(os.path.getsize, itertools.chain(*map(local_files, meta["sources"])))) // 2
+                + FINEWEB_EDU_BYTES * (0.8 * remote + (remote if args.keep_downloads else min(remote, 3))))
+        if need > (free := shutil.disk_usage(args.out).free):
+            raise ValueError(f"{args.out}: {free / 1e9:.1f} GB free, at least {need / 1e9:.1f} GB needed; give another --out, "
+                             "or take fewer files at a time with --shards and an --out for each")
 
 
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except (ValueError, OSError) as error:
-        sys.exit(f"prepare.py: {error}")
+    except (ValueError, OSError, BrokenExecutor) as error:
+        died = isinstance(error, BrokenExecutor)
+        sys.exit("prepare.py: " + ("a worker died, perhaps for want of memory; try fewer --workers" if died else str(error)))
+    except KeyboardInterrupt:
+        sys.exit("prepare.py: interrupted; run the same command again to go on")
