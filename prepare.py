@@ -43,6 +43,7 @@ import time
 import tokenize
 from collections import Counter, deque
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from urllib.parse import urlsplit
@@ -63,6 +64,7 @@ BATCH_BYTES = 4 << 20          # ... or fewer, if they are long: memory must not
 DOWNLOAD_TRIES = 6             # tries in a row without a new byte
 DOWNLOAD_TIMEOUT = (10, 30)    # seconds to connect, and between two bytes
 BLOCK_SIZES = (256, 512, 1024, 2048, 4096)
+REPAIR = "run the same prepare.py command again to repair it"
 # The paper's corpus and the base model's tokenizer (not an instruct one's), pinned: ids are these bytes' ids.
 FINEWEB_EDU = ("hf://datasets/HuggingFaceTB/smollm-corpus@3ba9d605774198c5868892d7a8deda78031a781f/"
                "fineweb-edu-dedup/train-{:05d}-of-00234.parquet")
@@ -263,10 +265,11 @@ def download(url, path):
                 span = re.fullmatch(r"bytes (?:(\d+)-\d+|\*)/(\d+)", answer.headers.get("Content-Range", ""))
                 resumed = answer.status_code == 206 and span and span[1] == str(size)
                 if answer.status_code == 416 and span and span[2] == str(size):
+                    sha256 = find_sha256(session.head(url, timeout=DOWNLOAD_TIMEOUT, allow_redirects=True).headers)
                     break
                 if answer.status_code in (206, 416) and not resumed:
-                    part.unlink()
-                    raise requests.ConnectionError(f"answer {answer.status_code} to Range: {headers['Range']}")
+                    part.unlink(missing_ok=True)
+                    raise requests.ConnectionError(f"answer {answer.status_code} does not fit what was asked for")
                 answer.raise_for_status()
                 total = int(span[2]) if resumed else int(answer.headers.get("Content-Length", -1))
                 sha256 = find_sha256(answer.headers)
@@ -291,7 +294,7 @@ def download(url, path):
 
 def find_sha256(headers):
     """Return the sha256 (hexadecimal) of the whole file if an HTTP answer's headers give it, else None."""
-    if match := re.search(r"sha-256=:?([\w+/]{43}=)", headers.get("Repr-Digest", headers.get("Digest", ""))):
+    if match := re.search(r"sha-256=:?([A-Za-z0-9+/]{43}=)", headers.get("Repr-Digest", headers.get("Digest", ""))):
         return base64.b64decode(match[1]).hex()
     match = re.fullmatch(r'"([0-9a-f]{64})"', headers.get("ETag", ""))  # the Hugging Face hub's, for large files
     return match and match[1]
@@ -406,16 +409,16 @@ def find_tokenizer(name, out, train_texts):
             OWNER/REPOSITORY@REVISION.
     """
     path = Path(out) / "tokenizer.json"
-    if name.startswith("train:"):
-        if not (name[6:].isdigit() and 257 < int(name[6:]) <= MAX_VOCAB_SIZE):
+    if name.startswith("train:") or name == "utf16":
+        size = name.removeprefix("train:")
+        if name != "utf16" and not (size.isdigit() and 257 < int(size) <= MAX_VOCAB_SIZE):
             raise ValueError(f"--tokenizer={name}: expected train:N with N from 258 to {MAX_VOCAB_SIZE}")
-        if not (Path(out) / "meta.json").exists():  # else it is the one that made the shards there
-            print(f"training a byte-level BPE tokenizer of {name[6:]} ids on the train documents")
-            write_whole(path, train_tokenizer(train_texts(), int(name[6:])).to_str(pretty=True).encode())
-        return path
-    if name == "utf16":
-        if not (Path(out) / "meta.json").exists():
-            write_whole(path, UTF16_JSON)
+        if (Path(out) / "meta.json").exists():
+            return path  # the one that made the shards there
+        if name != "utf16":
+            print(f"training a byte-level BPE tokenizer of {size} ids on the train documents", flush=True)
+        write_whole(path, UTF16_JSON if name == "utf16" else
+                    train_tokenizer(train_texts(), int(size)).to_str(pretty=True).encode())
         return path
     if name.endswith(".json") or Path(name).exists():
         return Path(name)
@@ -602,7 +605,8 @@ class ShardWriter:
             write_whole(self.path.with_suffix(".idx"), index)
             self.aside.replace(self.path)
         else:
-            self.aside.unlink()
+            for path in (self.aside, self.path, self.path.with_suffix(".idx")):  # also what an earlier, killed run left
+                path.unlink(missing_ok=True)
         return {"documents": len(self.lengths), "tokens": sum(self.lengths), "bytes": self.bytes,
                 "longest": max(self.lengths, default=0), "bin_sha256": self.sha256.hexdigest(),
                 "idx_sha256": hashlib.sha256(index).hexdigest()}
@@ -644,12 +648,13 @@ def batches(rows):
         yield batch
 
 
-def read_jobs(meta, args):
+def read_jobs(meta, args, keep):
     """Yield (number, rows) for every source without a shard, a list of rows at a time, and at its end (number, source_facts).
 
-    An error is yielded in its place: raised, it would cost the shards whose rows are still on their way.
+    An error is yielded in its place: raised, it would cost the shards whose rows are still on their way. A download is
+    deleted after its last row unless it is to be kept.
     """
-    left = sys.maxsize if args.max_documents is None else args.max_documents
+    downloads, left = Path(args.out, "downloads").resolve(), sys.maxsize if args.max_documents is None else args.max_documents
     files = fetch_ahead([name for name, shard in zip(meta["sources"], meta["shards"]) if not shard], args)
     for number, (name, shard) in enumerate(zip(meta["sources"], meta["shards"])):
         if shard:
@@ -666,7 +671,7 @@ def read_jobs(meta, args):
             yield number, error
             return
         yield number, facts
-        if "://" in name and not args.keep_downloads and Path(str(file)).resolve().is_relative_to(Path(args.out).resolve()):
+        if "://" in name and not keep and isinstance(file, str) and Path(file).resolve().is_relative_to(downloads):
             os.remove(file)
 
 
@@ -676,7 +681,7 @@ def write_shards(meta, settings, args):
     todo = shards.count(None)
     with tqdm(total=len(shards), initial=len(shards) - todo, unit=" shards", disable=None) as shard_bar, \
             tqdm(total=count_rows(meta, args), unit=" documents", unit_scale=True, disable=None) as bar:
-        for number, result in encode_in_order(read_jobs(meta, args), args.workers, settings):
+        for number, result in encode_in_order(read_jobs(meta, args, args.keep_downloads), args.workers, settings):
             if isinstance(result, Exception):
                 raise result
             if writers is None:
@@ -745,8 +750,7 @@ class Shard:
         for path, size in ((self.path, 2 * self.tokens), (self.path.with_suffix(".idx"), 8 * (self.documents + 1))):
             found = path.stat().st_size if path.is_file() else None
             if found != size:
-                raise ValueError(f"{path}: {'missing' if found is None else f'{found:,} bytes'}; expected {size:,} bytes; "
-                                 "run the same prepare.py command again to repair it")
+                raise ValueError(f"{path}: {'missing' if found is None else f'{found:,} bytes'}; expected {size:,} bytes; {REPAIR}")
 
     def map(self):
         """Return (tokens uint16 [n_tokens], starts int64 [n_documents + 1]), memory-mapped read-only.
@@ -759,7 +763,7 @@ class Shard:
         ends = starts[1:][:: max(1, self.documents // 1000)] - 1
         if (starts[0] != 0 or starts[-1] != self.tokens or np.diff(starts).min() < 1
                 or (tokens[ends] != self.tokenizer["eot_id"]).any()):
-            raise ValueError(f"{self.path}: its index does not belong to it; run the same prepare.py command again to repair it")
+            raise ValueError(f"{self.path}: its index does not belong to it; {REPAIR}")
         return tokens, starts
 
     def verify(self):
@@ -767,7 +771,7 @@ class Shard:
         tokens, _ = self.map()
         for path, key in ((self.path, "bin_sha256"), (self.path.with_suffix(".idx"), "idx_sha256")):
             if sha256_of(path) != self.entry[key]:
-                raise ValueError(f"{path}: its sha256 is not the one in meta.json; run the same prepare.py command again to repair it")
+                raise ValueError(f"{path}: its sha256 is not the one in meta.json; {REPAIR}")
         if tokens.max() >= self.tokenizer["vocab_size"]:
             raise ValueError(f"{self.path}: id {tokens.max()}; expected ids below vocab_size {self.tokenizer['vocab_size']}")
 
@@ -871,9 +875,12 @@ def check(data_dir, workers, stats):
     """Verify a prepared directory; exit with 1 and the list of what is wrong with it."""
     meta = read_meta(data_dir)
     damage = find_damage(data_dir, meta, workers)
-    damage |= {number: f"{data_dir}: {meta['sources'][number]} has no shard yet" for number, shard in enumerate(meta["shards"]) if not shard}
-    if damage:
-        sys.exit("\n".join(f"prepare.py: shard {number:05d}: {error}" for number, error in sorted(damage.items())))
+    damage |= {number: f"no shard of {meta['sources'][number]} yet" for number, shard in enumerate(meta["shards"]) if not shard}
+    lines = [f"shard {number:05d}: {error}" for number, error in sorted(damage.items())]
+    if sha256_of(Path(data_dir) / "tokenizer.json") != meta["tokenizer"]["sha256"]:
+        lines.append(f"{data_dir}/tokenizer.json: its sha256 is not the one in meta.json")
+    if lines:
+        sys.exit("\n".join(f"prepare.py: {line}" for line in lines))
     print(f"{data_dir}: {len(meta['shards'])} shards are what meta.json says")
     if stats:
         print_stats(data_dir, histogram=True)
@@ -888,7 +895,7 @@ def resume(meta, done, args):
         raise ValueError(f"{args.out} was prepared differently; {'; '.join(differing)}; choose another --out")
     for shard in filter(None, done["shards"]):
         facts = source_facts(shard["source"])
-        if facts["size"] is not None and any(shard[key] != value for key, value in facts.items()):
+        if None not in (shard["sha256"], facts["sha256"]) and any(shard[key] != value for key, value in facts.items()):
             raise ValueError(f"{shard['source']} is not the file that it was when {args.out} was prepared; choose another --out")
     for number, error in find_damage(args.out, done, args.workers).items():
         print(f"shard {number:05d}: {error}: making it again", file=sys.stderr)
@@ -896,38 +903,52 @@ def resume(meta, done, args):
     return done
 
 
-def main():
-    args = parse_args()
-    if args.check:
-        return check(args.check, args.workers, args.stats)
+@contextmanager
+def locked(directory):
+    """Keep a directory to this process. Raises ValueError if another one is at work there."""
+    import fcntl  # here, so that reading shards works where there is no such module
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"{directory}: another prepare.py is at work here; wait for it, or choose another --out") from None
+        yield
+    finally:
+        os.close(handle)
+
+
+def prepare(args):
+    """Prepare in the directory args.out what the command line asks for."""
     out, sources = Path(args.out), find_sources(args.source, args.shards)
-    out.mkdir(parents=True, exist_ok=True)
-    lock_directory(out)
+
+    meta = {
+        "format": FORMAT,
+        "sources": sources,
+        "columns": [args.text_column, args.id_column],
+        "max_documents": args.max_documents,
+        "split": {"rule": "blake2b-8 of 'seed:id' / 2^64 < fraction", "seed": args.split_seed, "fraction": args.val_fraction},
+        "shards": [None] * len(sources),
+    }
 
     def train_texts():
-        for name in sources:
-            for key, text in read_rows(name, fetch(name, out / "downloads", args.keep_downloads), args.text_column, args.id_column):
+        for _, rows in read_jobs(meta, args, keep=True):
+            if isinstance(rows, Exception):
+                raise rows
+            for key, text in rows if isinstance(rows, list) else []:
                 text, _ = clean_text(text)
                 if text and not is_held_out(key, text, args.split_seed, args.val_fraction):
                     yield text
 
     path = find_tokenizer(args.tokenizer, out, train_texts)
     tokenizer = load_tokenizer(path)
-    meta = {
-        "format": FORMAT,
-        "sources": sources,
-        "columns": [args.text_column, args.id_column],
-        "max_documents": args.max_documents,
-        "tokenizer": {"name": args.tokenizer, "vocab_size": vocab_size(tokenizer), "eot_id": find_eot(tokenizer),
-                      "sha256": sha256_of(path)},
-        "split": {"rule": "blake2b-8 of 'seed:id' / 2^64 < fraction", "seed": args.split_seed, "fraction": args.val_fraction},
-        "shards": [None] * len(sources),
-    }
+    meta["tokenizer"] = {"name": args.tokenizer, "vocab_size": vocab_size(tokenizer), "eot_id": find_eot(tokenizer),
+                         "sha256": sha256_of(path)}
     if (out / "meta.json").exists():
         meta = resume(meta, read_meta(out), args)
     else:
         check_space(meta, args)
-        write_whole(out / "tokenizer.json", path.read_bytes())
+    write_whole(out / "tokenizer.json", path.read_bytes())
     if None in meta["shards"]:
         twin, kind = None, "UTF-16 code units"
         if isinstance(tokenizer, Tokenizer):
@@ -942,17 +963,6 @@ def main():
     print_stats(out)
 
 
-def lock_directory(out):
-    """Keep the directory to this process until it ends. Raises ValueError if another one is at work there."""
-    try:
-        import fcntl
-        fcntl.flock(os.open(out, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except ImportError:
-        pass  # not a Unix
-    except BlockingIOError:
-        raise ValueError(f"{out}: another prepare.py is at work here; wait for it, or choose another --out") from None
-
-
 def check_space(meta, args):
     """Raise ValueError if the disk cannot hold what is to come, by a low estimate: half the bytes of a local source, and of
     the paper's corpus 0.8 bytes of ids a byte, with three shards (or with --keep_downloads all) downloaded at a time."""
@@ -963,6 +973,15 @@ def check_space(meta, args):
         if need > (free := shutil.disk_usage(args.out).free):
             raise ValueError(f"{args.out}: {free / 1e9:.1f} GB free, at least {need / 1e9:.1f} GB needed; give another --out, "
                              "or take fewer files at a time with --shards and an --out for each")
+
+
+def main():
+    args = parse_args()
+    if args.check:
+        return check(args.check, args.workers, args.stats)
+    os.makedirs(args.out, exist_ok=True)
+    with locked(args.out):
+        prepare(args)
 
 
 if __name__ == "__main__":
