@@ -17,13 +17,14 @@ Usage:
     python prepare.py --check=data/stdlib --stats
 
 One source file gives one train and one val shard, each under its final name only when it is whole, and the same bytes
-whatever the number of workers: stop it or kill it at any moment, and the same command goes on. Text is encoded as ordinary
-text: the spelling of a special token never becomes a special id. What is not Unicode (bytes that are not UTF-8, lone
-surrogates) becomes U+FFFD.
+whatever the number of workers: stop it or kill it at any moment, and the same command goes on. Text is encoded as
+ordinary text: the spelling of a special token never becomes a special id. What is not Unicode (bytes that are not UTF-8,
+lone surrogates) becomes U+FFFD.
 """
 
 import argparse
 import base64
+import errno
 import glob
 import hashlib
 import io
@@ -62,8 +63,8 @@ MAX_VOCAB_SIZE = 65_536        # ids are stored as uint16
 BATCH_DOCUMENTS = 256          # documents encoded at a time ...
 BATCH_BYTES = 4 << 20          # ... or fewer, if they are long: memory must not grow with the documents
 DOWNLOAD_TRIES = 6             # tries in a row without a new byte
-DOWNLOAD_TIMEOUT = (10, 30)    # seconds to connect, and between two bytes
-BLOCK_SIZES = (256, 512, 1024, 2048, 4096)
+DOWNLOAD_TIMEOUT = (10, 30)    # seconds to connect, and of silence
+BLOCK_SIZES = (256, 512, 1024, 2048, 4096)  # of the summary
 REPAIR = "run the same prepare.py command again to repair it"
 # The paper's corpus and the base model's tokenizer (not an instruct one's), pinned: ids are these bytes' ids.
 FINEWEB_EDU = ("hf://datasets/HuggingFaceTB/smollm-corpus@3ba9d605774198c5868892d7a8deda78031a781f/"
@@ -73,45 +74,43 @@ SMOLLM2 = "HuggingFaceTB/SmolLM2-1.7B@effd688a12921b4cc83e3312b6feb579f70f9c71"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Where documents come from
+# Where documents come from: each reader yields (id or None, text as str or bytes, or None)
 
 def find_sources(source, shards=None):
-    """Return the names of the source files that --source means, in order, or those numbered A to B - 1 for shards "A:B".
+    """Return the names of the source files that --source means, in order, or number A to B - 1 of them for shards "A:B".
 
-    A name is "stdlib VERSION", a path, an http(s):// URL, or hf://[datasets/]OWNER/REPOSITORY@REVISION/PATH. Plain .txt files
-    are one document each, so all of a glob together make one source.
+    A name is "stdlib VERSION", a path, an http(s):// URL, or hf://[datasets/]OWNER/REPOSITORY@REVISION/PATH. A .txt file
+    is one document, so all those of a glob together make one source.
     Raises FileNotFoundError if nothing matches, ValueError for a kind of file that no reader knows.
     """
+    names = [source] if "://" in source else local_files(source)
     if source == "stdlib":
         names = [f"stdlib {sys.version.split()[0]}"]
     elif source == "fineweb-edu":
         names = [FINEWEB_EDU.format(number) for number in range(FINEWEB_EDU_SHARDS)]
-    elif "://" in source:
+    elif not names:
+        raise FileNotFoundError(f"--source={source}: no such file; expected stdlib, fineweb-edu, a path, a quoted glob "
+                                "or a URL")
+    elif "://" not in source and all(name.endswith(".txt") for name in names):
         names = [source]
-    else:
-        names = local_files(source)
-        if not names:
-            raise FileNotFoundError(f"--source={source}: no such file; expected stdlib, fineweb-edu, a path, a quoted glob or a URL")
-        if all(name.endswith(".txt") for name in names):
-            names = [source]
     for name in names:
         find_reader(name)
-    if shards:
-        first, last = map(int, shards.split(":"))
-        if not first < last <= len(names):
-            raise ValueError(f"--shards={shards}: expected A:B with 0 <= A < B <= {len(names)}, the number of source files")
-        names = names[first:last]
-    return names
+    first, last = map(int, shards.split(":")) if shards else (0, len(names))
+    if not first < last <= len(names):
+        raise ValueError(f"--shards={shards}: expected A:B with 0 <= A < B <= {len(names)}, the number of source files")
+    return names[first:last]
 
 
 def local_files(source):
     """Return the sorted paths of the local files that a path or glob means."""
-    return [source] if Path(source).is_file() else sorted(filter(os.path.isfile, glob.glob(source, recursive=True)))
+    if Path(source).is_file():
+        return [source]
+    return sorted(filter(os.path.isfile, glob.glob(source, recursive=True)))
 
 
 def read_stdlib(file, text_column, id_column):
-    """Yield the running Python's own library as documents: one a source file (tests and site-packages left out), and one a
-    topic of pydoc's help."""
+    """Yield the running Python's own library: one document a source file (tests and site-packages left out), and one a topic
+    of pydoc's help."""
     root = Path(sysconfig.get_path("stdlib"))
     skip = {"test", "tests", "idle_test", "site-packages", "dist-packages", "pydoc_data", "__pycache__"}
     for path in sorted(root.rglob("*.py")):
@@ -128,28 +127,28 @@ def read_stdlib(file, text_column, id_column):
 
 
 def read_parquet(file, text_column, id_column):
-    # Without the buffer, a whole column of a row group would be in memory at once.
-    file = pq.ParquetFile(file, buffer_size=1 << 20)
+    file = pq.ParquetFile(file, buffer_size=1 << 20)  # unbuffered, a row group's whole column would be in memory
     if text_column not in file.schema_arrow.names:
         raise ValueError(f"no column {text_column!r}; its columns are {', '.join(file.schema_arrow.names)} (--text_column)")
     columns = [text_column] + [id_column] * (id_column in file.schema_arrow.names)
     for group in range(file.num_row_groups):
         rows = file.metadata.row_group(group)
-        row_bytes = rows.total_byte_size // max(rows.num_rows, 1) + 1
-        for batch in file.iter_batches(max(1, min(1024, BATCH_BYTES // row_bytes)), [group], columns):
-            # As bytes, because a column of strings may hold bytes that are not UTF-8, and one bad row must not cost the others.
+        n = BATCH_BYTES * rows.num_rows // (rows.total_byte_size + 1)
+        for batch in file.iter_batches(min(max(n, 1), 1024), [group], columns):
+            # As bytes: a column of strings may hold bytes that are not UTF-8, and one bad row must not cost the others.
             texts = batch.column(0).cast(pa.large_binary()).to_pylist()
             yield from zip(batch.column(1).to_pylist() if len(columns) == 2 else itertools.repeat(None), texts)
 
 
 def read_jsonl(file, text_column, id_column):
-    for number, line in enumerate(io.BufferedReader(pa.input_stream(file), 1 << 20), 1):  # Arrow decompresses .gz and .zst
-        if line.strip():
-            try:
-                row = json.loads(line.decode("utf-8-sig", "replace"))
-                yield row.get(id_column), row[text_column]
-            except (ValueError, KeyError, AttributeError, RecursionError) as error:
-                raise ValueError(f"line {number}: expected a JSON object with {text_column!r} ({error!r})") from None
+    with io.BufferedReader(pa.input_stream(file), 1 << 20) as lines:  # Arrow decompresses .gz and .zst
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                try:
+                    row = json.loads(line.decode("utf-8-sig", "replace"))
+                    yield row.get(id_column), row[text_column]
+                except (ValueError, KeyError, AttributeError, RecursionError) as error:
+                    raise ValueError(f"line {number}: expected a JSON object with {text_column!r} ({error!r})") from None
 
 
 def read_txt(file, text_column, id_column):
@@ -157,7 +156,8 @@ def read_txt(file, text_column, id_column):
         yield Path(path).name, Path(path).read_bytes()
 
 
-READERS = {".parquet": read_parquet, ".jsonl": read_jsonl, ".jsonl.gz": read_jsonl, ".jsonl.zst": read_jsonl, ".txt": read_txt}
+READERS = {".parquet": read_parquet, ".jsonl": read_jsonl, ".jsonl.gz": read_jsonl, ".jsonl.zst": read_jsonl,
+           ".txt": read_txt}
 
 
 def find_reader(name):
@@ -170,9 +170,8 @@ def find_reader(name):
 
 
 def read_rows(name, file, text_column="text", id_column="id"):
-    """Yield the rows of one source as (id or None, text: str, bytes, or whatever else is there), in order.
+    """Yield the rows of the source called name (see find_sources), which is at file, a path or an open file, in order.
 
-    Args: name: as in find_sources; file: where it is, a path or an open file.
     Raises ValueError, with the name, if it cannot be read.
     """
     try:
@@ -200,8 +199,8 @@ def clean_text(text):
 def is_held_out(key, text, seed, fraction):
     """Return whether a document belongs to val: blake2b-8 of its id (its text where it has none) and the seed, below
     fraction (the paper, "Data"). Python's own hash() would change from run to run."""
-    digest = hashlib.blake2b(f"{seed}:{text if key is None else key}".encode("utf-8", "replace"), digest_size=8).digest()
-    return int.from_bytes(digest, "big") < fraction * 2**64
+    name = f"{seed}:{text if key is None else key}".encode("utf-8", "replace")
+    return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big") < fraction * 2**64
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -210,7 +209,7 @@ def is_held_out(key, text, seed, fraction):
 def fetch(name, downloads, keep, in_part=False):
     """Return a source as a local path, downloaded if need be; or as an open remote file, if a part of it will do.
 
-    huggingface_hub does all that concerns the hub: its cache, mirror, token and offline variables, retries and resuming.
+    huggingface_hub does all that concerns the hub: its cache, mirror, token and offline variables, retries, resuming.
     A download goes to the directory downloads, or with keep to the hub's own cache.
     """
     if name.startswith(("http://", "https://")):
@@ -223,19 +222,19 @@ def fetch(name, downloads, keep, in_part=False):
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     import huggingface_hub as hub
-    where = {"repo_id": match[2], "filename": match[4], "revision": match[3], "repo_type": "dataset" if match[1] else "model"}
+    where = dict(repo_id=match[2], filename=match[4], revision=match[3], repo_type="dataset" if match[1] else "model")
     try:
         if isinstance(cached := hub.try_to_load_from_cache(**where), str):
             return cached
         if in_part and name.endswith(".parquet"):
             return hub.HfFileSystem().open(name, block_size=1 << 20)
         return hub.hf_hub_download(**where, local_dir=None if keep else downloads)
-    except Exception as error:  # requests', httpx's and the hub's own, all of them the network's or the user's
+    except Exception as error:  # the hub's, httpx's and the system's own kinds, all the network's or the user's
         raise ValueError(f"{name}: cannot be fetched: {first_line(error)}") from None
 
 
 def download(url, path):
-    """Fetch a URL to a path, which it gets only when it is whole; return the path as str. Goes on where an earlier try ended.
+    """Fetch a URL to a path, which exists only when it is whole; return it as str. Goes on where an earlier try ended.
 
     Waits and tries again after 408, 429 and 5xx (as long as Retry-After says), a broken body, or 30 s of silence.
     Raises ValueError after DOWNLOAD_TRIES in a row without a new byte, or for a wrong sha256 where the server gives one.
@@ -246,10 +245,10 @@ def download(url, path):
     part, validator = path.with_name(path.name + ".part"), path.with_name(path.name + ".etag")
     if path.exists():
         path.replace(part)  # whole, or cut short by something else? The server will say
-    retry = Retry(DOWNLOAD_TRIES, connect=0, read=0, backoff_factor=0.5, backoff_jitter=0.5,
-                  status_forcelist=(408, 429, 500, 502, 503, 504))
     session, tries, most, total, sha256 = requests.Session(), 0, -1, None, None
-    session.mount(f"{urlsplit(url).scheme}://", requests.adapters.HTTPAdapter(max_retries=retry))
+    session.mount(f"{urlsplit(url).scheme}://", requests.adapters.HTTPAdapter(max_retries=Retry(
+        DOWNLOAD_TRIES, connect=0, read=0, backoff_factor=0.5, backoff_jitter=0.5,
+        status_forcelist=(408, 429, 500, 502, 503, 504))))
     while (size := part.stat().st_size if part.exists() else 0) != total:
         tries, most = (0, size) if size > most else (tries + 1, most)
         if tries == DOWNLOAD_TRIES:
@@ -281,10 +280,10 @@ def download(url, path):
                 if total == -1:  # no length was given, and the body ended as a body should
                     break
         except (requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError) as error:
-            failure = error
-            print(f"{url}: {error}; trying again", file=sys.stderr)
+            failure = first_line(error)
+            print(f"{url}: {failure}; trying again", file=sys.stderr)
         except requests.RequestException as error:
-            raise ValueError(f"{url}: cannot be fetched: {error}") from None
+            raise ValueError(f"{url}: cannot be fetched: {first_line(error)}") from None
     if sha256 and sha256 != sha256_of(part):
         part.unlink()
         raise ValueError(f"{url}: what came has not the sha256 that the server gives ({sha256}); run again")
@@ -296,12 +295,12 @@ def find_sha256(headers):
     """Return the sha256 (hexadecimal) of the whole file if an HTTP answer's headers give it, else None."""
     if match := re.search(r"sha-256=:?([A-Za-z0-9+/]{43}=)", headers.get("Repr-Digest", headers.get("Digest", ""))):
         return base64.b64decode(match[1]).hex()
-    match = re.fullmatch(r'"([0-9a-f]{64})"', headers.get("ETag", ""))  # the Hugging Face hub's, for large files
+    match = re.fullmatch(r'"([0-9a-f]{64})"', headers.get("ETag", ""))  # as the Hugging Face hub does for large files
     return match and match[1]
 
 
 def sha256_of(*paths):
-    """Return the sha256 of the contents of files, one after another, in hexadecimal."""
+    """Return the sha256 (hexadecimal) of the contents of files, one after another."""
     sha256 = hashlib.sha256()
     for path in paths:
         with open(path, "rb") as file:
@@ -312,6 +311,25 @@ def sha256_of(*paths):
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Tokenizer
+
+class Utf16:
+    """The predecessor's character-level regime: the ids are a text's UTF-16 code units, so V = 65,536 and nothing is lost.
+
+    The end of text is U+FFFF, which Unicode keeps free of characters; a document that holds it is skipped and counted.
+    In a data directory it is the tokenizer.json UTF16_JSON, so that later stages load it as they load any other.
+    """
+    eot_id = 0xFFFF
+
+    def encode(self, text, add_special_tokens=False):
+        return SimpleNamespace(ids=np.frombuffer(text.encode("utf-16-le"), "<u2").tolist())
+
+    def decode(self, ids, skip_special_tokens=True):
+        ids = [i for i in ids if not (skip_special_tokens and i == self.eot_id)]
+        return np.array(ids, "<u2").tobytes().decode("utf-16-le", "replace")
+
+
+UTF16_JSON = b'{"model": {"type": "utf16"}}'
+
 
 def train_tokenizer(texts, vocab_size):
     """Return a byte-level BPE Tokenizer of up to vocab_size ids trained on texts: id 0 is the end of text, then 256 bytes,
@@ -326,25 +344,6 @@ def train_tokenizer(texts, vocab_size):
     return tokenizer
 
 
-class Utf16:
-    """The predecessor's character-level regime: a text's UTF-16 code units are its ids, so V = 65,536 and nothing is lost.
-
-    The end of text is U+FFFF, which is no character and so in no honest text; a document that holds it is skipped and counted.
-    A data directory keeps it as the tokenizer.json UTF16_JSON, so that later stages load it as they load any other.
-    """
-    eot_id = 0xFFFF
-
-    def encode(self, text, add_special_tokens=False):
-        return SimpleNamespace(ids=np.frombuffer(text.encode("utf-16-le"), "<u2").tolist())
-
-    def decode(self, ids, skip_special_tokens=True):
-        ids = np.array([i for i in ids if i != self.eot_id or not skip_special_tokens], "<u2")
-        return ids.tobytes().decode("utf-16-le", "replace")
-
-
-UTF16_JSON = b'{"model": {"type": "utf16"}}'
-
-
 def load_tokenizer(path):
     """Return the Tokenizer (or Utf16) of a tokenizer.json, set to encode text as ordinary text, whole and unpadded.
 
@@ -357,14 +356,14 @@ def load_tokenizer(path):
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises bare Exception
-        raise ValueError(f"{path}: not a tokenizer.json ({error})") from None
+        raise ValueError(f"{path}: not a tokenizer.json ({first_line(error)})") from None
     tokenizer.encode_special_tokens = True
     tokenizer.no_truncation()
     tokenizer.no_padding()
     if (size := vocab_size(tokenizer)) > MAX_VOCAB_SIZE:
         raise ValueError(f"{path}: {size:,} ids; expected at most {MAX_VOCAB_SIZE:,}, since ids are stored as uint16")
     if not isinstance(tokenizer.decoder, decoders.ByteLevel):
-        raise ValueError(f"{path}: expected a byte-level BPE tokenizer (its decoder is {type(tokenizer.decoder).__name__})")
+        raise ValueError(f"{path}: expected a byte-level BPE (its decoder is {type(tokenizer.decoder).__name__})")
     return tokenizer
 
 
@@ -377,9 +376,8 @@ def vocab_size(tokenizer):
 
 def token_bytes(tokenizer):
     """Return how many bytes of UTF-8 text each id stands for: int64 [V]; special tokens stand for none."""
-    sizes = np.zeros(vocab_size(tokenizer), np.int64)
+    sizes = np.full(vocab_size(tokenizer), 3 * isinstance(tokenizer, Utf16), np.int64)
     if isinstance(tokenizer, Utf16):
-        sizes[:] = 3
         sizes[:0x800], sizes[:0x80] = 2, 1
         sizes[0xD800:0xE000] = 2  # a surrogate pair is one character of 4 bytes
         sizes[tokenizer.eot_id] = 0
@@ -408,17 +406,15 @@ def find_tokenizer(name, out, train_texts):
         name: train:N (trained on train_texts() and written to out), utf16 (written to out), a path, or a Hugging Face
             OWNER/REPOSITORY@REVISION.
     """
-    path = Path(out) / "tokenizer.json"
     if name.startswith("train:") or name == "utf16":
-        size = name.removeprefix("train:")
+        path, size = Path(out) / "tokenizer.json", name.removeprefix("train:")
         if name != "utf16" and not (size.isdigit() and 257 < int(size) <= MAX_VOCAB_SIZE):
             raise ValueError(f"--tokenizer={name}: expected train:N with N from 258 to {MAX_VOCAB_SIZE}")
-        if (Path(out) / "meta.json").exists():
-            return path  # the one that made the shards there
-        if name != "utf16":
-            print(f"training a byte-level BPE tokenizer of {size} ids on the train documents", flush=True)
-        write_whole(path, UTF16_JSON if name == "utf16" else
-                    train_tokenizer(train_texts(), int(size)).to_str(pretty=True).encode())
+        if not (Path(out) / "meta.json").exists():  # else it is the one that made the shards there
+            if name != "utf16":
+                print(f"training a byte-level BPE tokenizer of {size} ids on the train documents", flush=True)
+            write_whole(path, UTF16_JSON if name == "utf16" else
+                        train_tokenizer(train_texts(), int(size)).to_str(pretty=True).encode())
         return path
     if name.endswith(".json") or Path(name).exists():
         return Path(name)
@@ -431,13 +427,14 @@ def find_tokenizer(name, out, train_texts):
 # ----------------------------------------------------------------------------------------------------------------------
 # The same ids, faster: tiktoken in place of tokenizers wherever that provably changes nothing
 
-PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]  # GPT-2's byte-level alphabet: these stand for themselves
-BYTES = {chr(b): b for b in PRINTABLE} | {chr(256 + n): b for n, b in enumerate(b for b in range(256) if b not in PRINTABLE)}
+PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]  # GPT-2's byte-level alphabet: these are themselves,
+OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]    # and these are U+0100 and up
+BYTES = {chr(byte): byte for byte in PRINTABLE} | {chr(256 + n): byte for n, byte in enumerate(OTHERS)}
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
 DIGITS = {"type": "Digits", "individual_digits": True}
 PATTERNS = [  # pre-tokenizers, and the one regular expression that cuts as they do
     ([BYTE_LEVEL], r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"),
-    # Where Digits has cut, ByteLevel sees an end of text: hence a digit ends a run of spaces as the end would.
+    # Where Digits has cut, ByteLevel sees an end of text: so a digit ends a run of spaces as the end would.
     ([DIGITS, BYTE_LEVEL], r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?![^\s\p{N}])|\s+"),
 ]
 
@@ -447,88 +444,89 @@ def find_twin(tokenizer):
 
     tiktoken joins any two neighbours that together are a token, lowest id first; tokenizers joins the two that a merge
     names, first merge first. That is the same if (1) ids rise in the order of the merges, each of which makes a token of
-    its own out of bytes and earlier tokens, and (2) every token, alone, is encoded as itself. For take the first join where
-    they differ: two neighbours x y make token t, whose merge is a b. Nothing has been joined across the ends of t, so within
-    them all is as if t stood alone, and then by (2) what stands there is a b.
+    its own out of bytes and earlier tokens, and (2) every token, alone, is encoded as itself. For take the first join
+    where they differ: two neighbours x y make token t, whose merge is a b. Nothing has been joined across the ends of t,
+    so within them all is as if t stood alone, and then by (2) what stands there is a b.
 
-    Bytes without a token (SmolLM2 has 21) get ids over 65,535; make_encoder leaves documents that have such to tokenizers.
+    Bytes without a token (SmolLM2 has 21) get ids over 65,535; make_encoder leaves texts that have such to tokenizers.
     Raises ValueError, saying what stands in the way.
     """
     spec = json.loads(tokenizer.to_str())
     model, step = spec["model"], spec["pre_tokenizer"] or {}
     steps = [{k: v for k, v in step.items() if k != "trim_offsets"} for step in step.get("pretokenizers", [step])]
-    patterns = [pattern for shape, pattern in PATTERNS if shape == steps]
-    if not patterns:
+    pattern = next((pattern for shape, pattern in PATTERNS if shape == steps), None)
+    if pattern is None:
         raise ValueError("another pre-tokenizer than ByteLevel, or Digits and ByteLevel")
     if spec["normalizer"] or any(not token["special"] for token in spec["added_tokens"]):
         raise ValueError("a normalizer, or added tokens that are not special")
-    if model["type"] != "BPE" or any(model.get(key) for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix",
-                                                                "ignore_merges")):
+    if model["type"] != "BPE" or any(map(model.get, ("dropout", "continuing_subword_prefix", "end_of_word_suffix",
+                                                     "ignore_merges"))):
         raise ValueError("another model than plain BPE")
     ranks, last = {token: model["vocab"][token] for token in BYTES if token in model["vocab"]}, -1
     for a, b in model["merges"]:
         if a not in ranks or b not in ranks or model["vocab"][a + b] <= last:
-            raise ValueError(f"the merge of {a!r} and {b!r} is out of order")
+            raise ValueError(f"a merge out of order, {a!r} and {b!r}")
         last = ranks[a + b] = model["vocab"][a + b]
     for token, i in ranks.items():
         if [part.id for part in tokenizer.model.tokenize(token)] != [i]:
-            raise ValueError(f"the token {token!r} is not encoded as itself")
-    ranks = {bytes(BYTES[c] for c in token): i for token, i in ranks.items()}
-    twin = patterns[0], {bytes([b]): MAX_VOCAB_SIZE + b for b in range(256)} | ranks
+            raise ValueError(f"a token not encoded as itself, {token!r}")
+    twin = pattern, {bytes([byte]): MAX_VOCAB_SIZE + byte for byte in range(256)} | {
+        bytes(BYTES[character] for character in token): i for token, i in ranks.items()}
     # What the proof takes for granted: that the two libraries mean the same by a letter, a digit and a space.
-    plain, fast = make_encoder(tokenizer, None), make_encoder(tokenizer, twin)
+    plain, fast = make_encoder(tokenizer), make_encoder(tokenizer, twin)
     for start in range(0, 0x3400, 64):
         block = "".join(map(chr, range(start, start + 64)))
         if not np.array_equal(plain(text := f"{block} a1 {block[::-1]}"), fast(text)):
-            raise ValueError(f"other ids for the characters from U+{start:04X}")
+            raise ValueError(f"other ids in tiktoken for characters from U+{start:04X}")
     return twin
 
 
-def make_encoder(tokenizer, twin):
-    """Return the function from a text to its ids: a sequence of integers, or None if it has no ids (see Utf16)."""
+def make_encoder(tokenizer, twin=None):
+    """Return the function from a text to its ids, an integer array, or None for a text that has no ids (see Utf16)."""
     if isinstance(tokenizer, Utf16):
         return lambda text: np.frombuffer(text.encode("utf-16-le"), "<u2") if "\uffff" not in text else None
 
-    def plain(text):
-        return np.array(tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids, np.uint32)  # without offsets
+    def plain(text):  # encode_batch_fast, because encode also finds each token's place in the text
+        return np.array(tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids, np.uint32)
 
     if twin is None:
         return plain
-    fast = tiktoken.Encoding("twin", pat_str=twin[0], mergeable_ranks=twin[1], special_tokens={})
+    encoding = tiktoken.Encoding("twin", pat_str=twin[0], mergeable_ranks=twin[1], special_tokens={})
 
-    def checked(text):
+    def fast(text):
         try:
-            ids = fast.encode_to_numpy(text)
+            ids = encoding.encode_to_numpy(text)
         except ValueError:  # its regular expressions give up on some hundred thousand spaces in a row
             return plain(text)
         return ids if ids.max(initial=0) < MAX_VOCAB_SIZE else plain(text)  # tokenizers drops a byte without a token
-    return checked
+    return fast
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Worker processes: rows in, token ids out
 
 def start_worker(tokenizer_path, twin, eot_id, split_seed, val_fraction):
-    """Make ready for encode_batch, in this process."""
+    """Make this process ready for encode_batch."""
     global worker
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     worker = SimpleNamespace(encode=make_encoder(load_tokenizer(tokenizer_path), twin), end=np.array([eot_id], np.uint32),
                              split=(split_seed, val_fraction))
     if parent := multiprocessing.parent_process():
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to handle
-        threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()  # no orphans if that is killed
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to handle; and if that is killed, so is this:
+        threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
 def encode_batch(rows):
-    """Return (skipped Counter by reason, for train and val: (ids uint16 as bytes, document lengths, bytes of text)) of a list
-    of rows (id, text). Anything else but a list is a mark in the stream and comes back as it is."""
+    """Encode a list of rows (id, text); return (Counter of skipped rows by reason, and for train and val the ids, uint16
+    as bytes, the lengths in ids of the documents and the bytes of their texts). Anything else than a list is a mark in
+    the stream of jobs, and comes back as it is."""
     if not isinstance(rows, list):
         return rows
     skipped, sides = Counter(), [([], [], []), ([], [], [])]
     for key, text in rows:
         text, reason = clean_text(text)
-        if text is not None and (ids := worker.encode(text)) is None:
-            reason = "has the end-of-text id"
+        if text and (ids := worker.encode(text)) is None:
+            reason = "holds the end of text"
         if reason:
             skipped[reason] += 1
             continue
@@ -572,6 +570,10 @@ def write_whole(path, data):
     aside.replace(path)
 
 
+def write_meta(out, meta):
+    write_whole(Path(out) / "meta.json", json.dumps(meta, indent=1).encode())
+
+
 def document_starts(lengths):
     """Return int64 [n + 1]: where each document starts, and the end. In 64 bits, whatever the lengths came in."""
     return np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
@@ -584,8 +586,7 @@ class ShardWriter:
         self.path = Path(out) / split / f"{number:05d}.bin"
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.aside = self.path.with_name(self.path.name + ".tmp")
-        self.file = open(self.aside, "wb")
-        self.sha256 = hashlib.sha256()
+        self.file, self.sha256 = open(self.aside, "wb"), hashlib.sha256()
         self.lengths, self.bytes = [], 0
 
     def add(self, ids, lengths, n_bytes):
@@ -605,7 +606,7 @@ class ShardWriter:
             write_whole(self.path.with_suffix(".idx"), index)
             self.aside.replace(self.path)
         else:
-            for path in (self.aside, self.path, self.path.with_suffix(".idx")):  # also what an earlier, killed run left
+            for path in (self.aside, self.path, self.path.with_suffix(".idx")):  # also what a killed run may have left
                 path.unlink(missing_ok=True)
         return {"documents": len(self.lengths), "tokens": sum(self.lengths), "bytes": self.bytes,
                 "longest": max(self.lengths, default=0), "bin_sha256": self.sha256.hexdigest(),
@@ -613,9 +614,9 @@ class ShardWriter:
 
 
 def source_facts(file):
-    """Return the size and sha256 of a local source as they go into meta.json; None where there is no file to measure."""
+    """Return what meta.json keeps of a source: its size and sha256, or None for what is not a local file."""
     paths = local_files(file) if isinstance(file, str) else []
-    return {"size": sum(map(os.path.getsize, paths)), "sha256": sha256_of(*paths)} if paths else {"size": None, "sha256": None}
+    return {"size": sum(map(os.path.getsize, paths)) if paths else None, "sha256": sha256_of(*paths) if paths else None}
 
 
 def fetch_ahead(names, args):
@@ -644,35 +645,34 @@ def batches(rows):
         if len(batch) == BATCH_DOCUMENTS or size > BATCH_BYTES:
             yield batch
             batch, size = [], 0
-    if batch:
-        yield batch
+    yield batch
 
 
 def read_jobs(meta, args, keep):
-    """Yield (number, rows) for every source without a shard, a list of rows at a time, and at its end (number, source_facts).
+    """Yield (number, rows) for every source without a shard, a list at a time, and at its end (number, source_facts).
 
     An error is yielded in its place: raised, it would cost the shards whose rows are still on their way. A download is
     deleted after its last row unless it is to be kept.
     """
-    downloads, left = Path(args.out, "downloads").resolve(), sys.maxsize if args.max_documents is None else args.max_documents
+    downloads, left = Path(args.out, "downloads").resolve(), args.max_documents or sys.maxsize
     files = fetch_ahead([name for name, shard in zip(meta["sources"], meta["shards"]) if not shard], args)
     for number, (name, shard) in enumerate(zip(meta["sources"], meta["shards"])):
         if shard:
             left -= sum(shard["skipped"].values()) + sum(shard[split]["documents"] for split in SPLITS)
-            continue
-        file, facts = next(files) if left else (None, source_facts(None))
-        try:
-            if isinstance(file, Exception):
-                raise file
-            for batch in batches(itertools.islice(read_rows(name, file, args.text_column, args.id_column), left)):
-                left -= len(batch)
-                yield number, batch
-        except (ValueError, OSError) as error:
-            yield number, error
-            return
-        yield number, facts
-        if "://" in name and not keep and isinstance(file, str) and Path(file).resolve().is_relative_to(downloads):
-            os.remove(file)
+        elif left:
+            file, facts = next(files)
+            try:
+                if isinstance(file, Exception):
+                    raise file
+                for batch in batches(itertools.islice(read_rows(name, file, args.text_column, args.id_column), left)):
+                    left -= len(batch)
+                    yield number, batch
+            except (ValueError, OSError) as error:
+                yield number, error
+                return
+            yield number, facts
+            if "://" in name and not keep and isinstance(file, str) and Path(file).resolve().is_relative_to(downloads):
+                os.remove(file)
 
 
 def write_shards(meta, settings, args):
@@ -698,24 +698,28 @@ def write_shards(meta, settings, args):
             shards[number] = {"source": meta["sources"][number], **result, "skipped": dict(sorted(skipped.items())),
                               **{split: writer.close() for split, writer in zip(SPLITS, writers)}}
             writers = None
-            write_whole(Path(args.out) / "meta.json", json.dumps(meta, indent=1).encode())
+            write_meta(args.out, meta)
             shard_bar.update()
-            if bar.disable:
-                seconds, undone = time.monotonic() - start, shards.count(None)
-                print(f"shard {len(shards) - undone}/{len(shards)}: {documents:,} documents, {tokens:,} tokens so far, "
+            if bar.disable:  # not a terminal
+                seconds = time.monotonic() - start
+                part = documents / bar.total if bar.total else 1 - shards.count(None) / todo
+                print(f"shard {number + 1}/{len(shards)}: {documents:,} documents, {tokens:,} tokens so far, "
                       f"{documents / seconds:,.0f} documents/s, {tokens / seconds:,.0f} tokens/s, "
-                      f"{seconds * undone / (todo - undone):,.0f} s left", flush=True)
+                      f"{seconds * (1 - part) / max(part, 1e-9):,.0f} s left", flush=True)
+    if None in shards:  # --max_documents was reached before them
+        del meta["sources"][shards.index(None):], shards[shards.index(None):]
+        write_meta(args.out, meta)
 
 
 def count_rows(meta, args):
     """Return how many rows are still to be read, for the progress bar; None where only reading them all would tell."""
     names = [name for name, shard in zip(meta["sources"], meta["shards"]) if not shard]
-    if args.max_documents is None and all(name.endswith(".parquet") and "://" not in name for name in names):
-        try:
-            return sum(pq.read_metadata(name).num_rows for name in names)
-        except (pa.ArrowException, OSError):
-            return None  # read_rows will say which and why
-    return args.max_documents
+    if args.max_documents or not all(name.endswith(".parquet") and "://" not in name for name in names):
+        return args.max_documents
+    try:
+        return sum(pq.read_metadata(name).num_rows for name in names)
+    except (pa.ArrowException, OSError):
+        return None  # read_rows will say which and why
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -725,7 +729,8 @@ def read_meta(data_dir):
     """Return the meta.json of a prepared directory. Raises FileNotFoundError or ValueError, saying what to type."""
     path = Path(data_dir) / "meta.json"
     if not path.is_file():
-        raise FileNotFoundError(f"{data_dir}: no prepared data here; run python prepare.py --out={data_dir} (or give --data=DIR)")
+        raise FileNotFoundError(f"{data_dir}: no prepared data here; run python prepare.py --out={data_dir} "
+                                "(or give --data=DIR)")
     try:
         meta = json.loads(path.read_text())
         found = meta["format"]
@@ -743,14 +748,14 @@ class Shard:
     """
 
     def __init__(self, data_dir, split, number, meta):
-        self.entry, self.tokenizer = meta["shards"][number][split], meta["tokenizer"]
-        self.name = f"{split}/{number:05d}"
+        self.entry, self.tokenizer, self.name = meta["shards"][number][split], meta["tokenizer"], f"{split}/{number:05d}"
         self.path = Path(data_dir) / split / f"{number:05d}.bin"
         self.documents, self.tokens, self.longest = (self.entry[key] for key in ("documents", "tokens", "longest"))
         for path, size in ((self.path, 2 * self.tokens), (self.path.with_suffix(".idx"), 8 * (self.documents + 1))):
             found = path.stat().st_size if path.is_file() else None
             if found != size:
-                raise ValueError(f"{path}: {'missing' if found is None else f'{found:,} bytes'}; expected {size:,} bytes; {REPAIR}")
+                raise ValueError(f"{path}: {'missing' if found is None else f'{found:,} bytes'}; expected {size:,} bytes; "
+                                 f"{REPAIR}")
 
     def map(self):
         """Return (tokens uint16 [n_tokens], starts int64 [n_documents + 1]), memory-mapped read-only.
@@ -760,20 +765,20 @@ class Shard:
         tokens = np.memmap(self.path, dtype="<u2", mode="r")
         starts = np.memmap(self.path.with_suffix(".idx"), dtype="<i8", mode="r")
         # A document ends in the end of text; a thousand of them tell a swapped file without reading it all.
-        ends = starts[1:][:: max(1, self.documents // 1000)] - 1
+        sample = starts[1:][:: max(1, self.documents // 1000)] - 1
         if (starts[0] != 0 or starts[-1] != self.tokens or np.diff(starts).min() < 1
-                or (tokens[ends] != self.tokenizer["eot_id"]).any()):
+                or (tokens[sample] != self.tokenizer["eot_id"]).any()):
             raise ValueError(f"{self.path}: its index does not belong to it; {REPAIR}")
         return tokens, starts
 
     def verify(self):
-        """Read it all. Raises ValueError unless it is what was written: index, sha256 of both files, ids below vocab_size."""
+        """Read it all; raise ValueError unless it is what was written: index, sha256 of both files, ids below V."""
         tokens, _ = self.map()
         for path, key in ((self.path, "bin_sha256"), (self.path.with_suffix(".idx"), "idx_sha256")):
             if sha256_of(path) != self.entry[key]:
                 raise ValueError(f"{path}: its sha256 is not the one in meta.json; {REPAIR}")
-        if tokens.max() >= self.tokenizer["vocab_size"]:
-            raise ValueError(f"{self.path}: id {tokens.max()}; expected ids below vocab_size {self.tokenizer['vocab_size']}")
+        if (V := self.tokenizer["vocab_size"]) <= tokens.max():
+            raise ValueError(f"{self.path}: id {tokens.max()}; expected ids below vocab_size {V}")
 
 
 def open_shards(data_dir, split):
@@ -782,7 +787,7 @@ def open_shards(data_dir, split):
     if undone := meta["shards"].count(None):
         raise ValueError(f"{data_dir}: {undone} of {len(meta['shards'])} source files are not done yet; "
                          "run the same prepare.py command again to finish")
-    return [Shard(data_dir, split, number, meta) for number, entry in enumerate(meta["shards"]) if entry[split]["documents"]]
+    return [Shard(data_dir, split, number, meta) for number, shard in enumerate(meta["shards"]) if shard[split]["documents"]]
 
 
 def find_damage(data_dir, meta, workers):
@@ -795,40 +800,40 @@ def find_damage(data_dir, meta, workers):
         except (ValueError, OSError, IndexError) as error:
             return str(error)
 
-    with ThreadPoolExecutor(workers) as pool:  # hashing and numpy let threads run side by side
-        found = pool.map(examine, range(len(meta["shards"])))
-        return {number: error for number, error in enumerate(tqdm(found, total=len(meta["shards"]), desc="verify", disable=None))
-                if error}
+    numbers = range(len(meta["shards"]))
+    with ThreadPoolExecutor(workers) as pool:  # threads, because hashing and numpy let others run
+        found = list(tqdm(pool.map(examine, numbers), total=len(numbers), desc="verifying", disable=None))
+    return {number: error for number, error in zip(numbers, found) if error}
 
 
 def print_stats(data_dir, histogram=False):
     """Print what a prepared directory holds: documents, tokens, and how many of them are long enough to train on."""
-    meta = read_meta(data_dir)
-    skipped = sum((Counter(entry["skipped"]) for entry in meta["shards"]), Counter())
+    meta, limits, powers = read_meta(data_dir), (0, *BLOCK_SIZES), np.zeros(32, np.int64)
+    skipped = sum((Counter(shard["skipped"]) for shard in meta["shards"]), Counter())
     print(f"{data_dir}: {len(meta['shards'])} source files, tokenizer {meta['tokenizer']['name']}, "
           f"vocab_size {meta['tokenizer']['vocab_size']:,}; rows skipped: "
-          f"{', '.join(f'{n:,} {reason}' for reason, n in sorted(skipped.items())) or 'none'}")
-    limits, lengths_seen, table = (0, *BLOCK_SIZES), np.zeros((2, 32), np.int64), np.zeros((2, 1 + len(BLOCK_SIZES), 2), np.int64)
+          + (", ".join(f"{n:,} {reason}" for reason, n in sorted(skipped.items())) or "none"))
+    table = np.zeros((2, len(limits), 2), np.int64)  # split, limit, documents and tokens
     for side, split in enumerate(SPLITS):
         for shard in open_shards(data_dir, split):
             lengths = np.diff(shard.map()[1])
             table[side] += [((lengths > limit).sum(), lengths[lengths > limit].sum()) for limit in limits]
-            lengths_seen[side] += np.bincount(np.frexp(lengths)[1] - 1, minlength=32)  # by floor(log2)
-    print(f"{'':22}{'train documents':>16}{'tokens':>18}{'val documents':>16}{'tokens':>18}")
+            powers += np.bincount(np.frexp(lengths)[1] - 1, minlength=32)  # by floor(log2)
+    print(f"{'':26}{'train documents':>16}{'tokens':>18}{'val documents':>16}{'tokens':>18}")
     for row, limit in enumerate(limits):
-        print(f"{f'of more than {limit:,} tokens' if limit else 'all':22}"
+        print(f"{f'of more than {limit:,} tokens' if limit else 'all':26}"
               + "".join(f"{documents:16,}{tokens:18,}" for documents, tokens in table[:, row].tolist()))
-    n_bytes = [sum(entry[split]["bytes"] for entry in meta["shards"]) for split in SPLITS]
-    print(f"{'bytes per token':22}" + "".join(f"{size / max(tokens, 1):34.3f}" for size, tokens in zip(n_bytes, table[:, 0, 1].tolist())))
-    for side, split in enumerate(SPLITS):
-        if not table[side, 0, 0]:
-            print(f"{split}: no document; train.py will " + ("have nothing to learn from" if split == "train"
-                  else "not evaluate (a larger --val_fraction holds documents out)"))
+    n_bytes = [sum(shard[split]["bytes"] for shard in meta["shards"]) for split in SPLITS]
+    print(f"{'bytes per token':26}" + "".join(f"{n / max(tokens, 1):34.3f}" for n, tokens in zip(n_bytes, table[:, 0, 1])))
+    if not table[0, 0, 0]:
+        print("train: no document; train.py will have nothing to learn from")
+    if not table[1, 0, 0]:
+        print("val: no document; train.py will not evaluate (a larger --val_fraction holds documents out)")
     if histogram:
-        print("\ntokens in a document   documents, train and val")
-        documents = lengths_seen.sum(0).tolist()
-        for power in np.flatnonzero(documents).tolist():
-            print(f"{1 << power:9,} to {(2 << power) - 1:9,}{documents[power]:16,}  {'#' * (50 * documents[power] // max(documents))}")
+        print("\ntokens in a document          documents, train and val")
+        for power in np.flatnonzero(powers).tolist():
+            n = int(powers[power])
+            print(f"{1 << power:9,} to {(2 << power) - 1:9,}{n:17,}  {'#' * (50 * n // int(powers.max()))}")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -837,24 +842,24 @@ def parse_args():
     parser = argparse.ArgumentParser(description=__doc__, usage=argparse.SUPPRESS, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     group = parser.add_argument_group("documents")
-    group.add_argument("--source", default="stdlib", help="stdlib, fineweb-edu, an http(s) or hf:// URL, or a path or glob of "
-                       ".parquet, .jsonl, .jsonl.gz, .jsonl.zst or .txt files (default: %(default)s)")
+    group.add_argument("--source", default="stdlib", help="stdlib, fineweb-edu, an http(s) or hf:// URL, or a path or glob "
+                       "of .parquet, .jsonl, .jsonl.gz, .jsonl.zst or .txt files (default: %(default)s)")
     group.add_argument("--shards", help="A:B, take only the source files numbered A to B - 1 (default: all)")
     group.add_argument("--max_documents", type=int, help="take only the first so many documents (default: all)")
     group.add_argument("--text_column", default="text", help="name of the text column (default: %(default)s)")
-    group.add_argument("--id_column", default="id", help="name of the id column; documents without one are split by their "
-                       "text (default: %(default)s)")
+    group.add_argument("--id_column", default="id", help="name of the id column; documents without one are split by "
+                       "their text (default: %(default)s)")
     group = parser.add_argument_group("what becomes of them")
     group.add_argument("--tokenizer", help="train:N, utf16, a tokenizer.json, or a Hugging Face OWNER/REPOSITORY@REVISION "
                        f"(default: train:3072 for stdlib, else {SMOLLM2})")
-    group.add_argument("--val_fraction", type=float, help="share of documents held out (default: 0.05 for stdlib, else 0.001)")
+    group.add_argument("--val_fraction", type=float, help="share held out (default: 0.05 for stdlib, else 0.001)")
     group.add_argument("--split_seed", type=int, default=0, help="seed of the split (default: %(default)s)")
-    group.add_argument("--out", help="directory to write (default: data/stdlib, data/fineweb-edu, else data/ and the source's name)")
-    group.add_argument("--workers", type=int, default=os.cpu_count(), help="processes (default: %(default)s, this machine's cores)")
+    group.add_argument("--out", help="directory to write (default: data/ and the source's name)")
+    group.add_argument("--workers", type=int, default=os.cpu_count(), help="processes (default: %(default)s, the cores)")
     group.add_argument("--keep_downloads", action="store_true", help="do not delete downloaded files after use")
     group = parser.add_argument_group("instead of preparing")
     group.add_argument("--check", metavar="DIR", help="verify every shard of a prepared directory")
-    group.add_argument("--stats", action="store_true", help="with --check: print its size and the lengths of its documents")
+    group.add_argument("--stats", action="store_true", help="with --check: print its size and its documents' lengths")
     args = parser.parse_args()
     embedded = args.source == "stdlib"
     args.tokenizer = args.tokenizer or ("train:3072" if embedded else SMOLLM2)
@@ -875,7 +880,7 @@ def check(data_dir, workers, stats):
     """Verify a prepared directory; exit with 1 and the list of what is wrong with it."""
     meta = read_meta(data_dir)
     damage = find_damage(data_dir, meta, workers)
-    damage |= {number: f"no shard of {meta['sources'][number]} yet" for number, shard in enumerate(meta["shards"]) if not shard}
+    damage |= {n: f"no shard of {meta['sources'][n]} yet" for n, shard in enumerate(meta["shards"]) if not shard}
     lines = [f"shard {number:05d}: {error}" for number, error in sorted(damage.items())]
     if sha256_of(Path(data_dir) / "tokenizer.json") != meta["tokenizer"]["sha256"]:
         lines.append(f"{data_dir}/tokenizer.json: its sha256 is not the one in meta.json")
@@ -887,16 +892,18 @@ def check(data_dir, workers, stats):
 
 
 def resume(meta, done, args):
-    """Return the meta to go on with: done, without the shards that are damaged. Raises ValueError if it was another preparation."""
-    flat = [{**m, **{f"tokenizer {k}": v for k, v in m["tokenizer"].items()}, **{f"split {k}": v for k, v in m["split"].items()}}
-            for m in (done, meta)]
-    if differing := [f"{key}: {textwrap.shorten(str(flat[0][key]), 80)} there, {textwrap.shorten(str(value), 80)} asked for"
-                     for key, value in flat[1].items() if key not in ("tokenizer", "split", "shards") and flat[0][key] != value]:
+    """Return done, the meta.json there, without the shards that are damaged. Raises ValueError if meta, what is asked for
+    now, is another preparation, or a source is no longer the file that it was."""
+    if args.max_documents:
+        meta["sources"] = meta["sources"][:len(done["sources"])]  # the others were not needed
+    there, asked = ({**m, **{f"{group} {key}": value for group in ("tokenizer", "split") for key, value in m[group].items()}}
+                    for m in (done, meta))
+    if differing := [f"{key}: {textwrap.shorten(str(there[key]), 80)} there, {textwrap.shorten(str(asked[key]), 80)} asked for"
+                     for key in asked if key not in ("tokenizer", "split", "shards") and there[key] != asked[key]]:
         raise ValueError(f"{args.out} was prepared differently; {'; '.join(differing)}; choose another --out")
     for shard in filter(None, done["shards"]):
-        facts = source_facts(shard["source"])
-        if None not in (shard["sha256"], facts["sha256"]) and any(shard[key] != value for key, value in facts.items()):
-            raise ValueError(f"{shard['source']} is not the file that it was when {args.out} was prepared; choose another --out")
+        if shard["sha256"] and source_facts(shard["source"])["sha256"] not in (None, shard["sha256"]):
+            raise ValueError(f"{shard['source']}: not the file that {args.out} was prepared from; choose another --out")
     for number, error in find_damage(args.out, done, args.workers).items():
         print(f"shard {number:05d}: {error}: making it again", file=sys.stderr)
         done["shards"][number] = None
@@ -909,25 +916,35 @@ def locked(directory):
     import fcntl  # here, so that reading shards works where there is no such module
     handle = os.open(directory, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"{directory}: another prepare.py is at work here; wait for it, or choose another --out") from None
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
+    except BlockingIOError:
+        raise ValueError(f"{directory}: another prepare.py is at work here; choose another --out, or wait") from None
     finally:
         os.close(handle)
+
+
+def check_space(meta, args):
+    """Raise ValueError if the disk cannot hold what is to come, by a low estimate: half the bytes of a local source; of
+    the paper's corpus 0.8 bytes of ids a byte, and three shards (with --keep_downloads all) downloaded at a time."""
+    local = sum(map(os.path.getsize, itertools.chain(*map(local_files, meta["sources"]))))
+    remote = sum(name.startswith("hf://") for name in meta["sources"])
+    need = local / 2 + FINEWEB_EDU_BYTES * (0.8 * remote + (remote if args.keep_downloads else min(remote, 3)))
+    if need > (free := shutil.disk_usage(args.out).free):
+        raise ValueError(f"{args.out}: {free / 1e9:.1f} GB free, at least {need / 1e9:.1f} GB needed; give another --out, "
+                         "or take fewer files at a time with --shards and an --out for each")
 
 
 def prepare(args):
     """Prepare in the directory args.out what the command line asks for."""
     out, sources = Path(args.out), find_sources(args.source, args.shards)
-
     meta = {
         "format": FORMAT,
         "sources": sources,
         "columns": [args.text_column, args.id_column],
         "max_documents": args.max_documents,
-        "split": {"rule": "blake2b-8 of 'seed:id' / 2^64 < fraction", "seed": args.split_seed, "fraction": args.val_fraction},
+        "split": {"rule": "blake2b-8 of 'seed:id' / 2^64 < fraction", "seed": args.split_seed,
+                  "fraction": args.val_fraction},
         "shards": [None] * len(sources),
     }
 
@@ -940,15 +957,16 @@ def prepare(args):
                 if text and not is_held_out(key, text, args.split_seed, args.val_fraction):
                     yield text
 
-    path = find_tokenizer(args.tokenizer, out, train_texts)
+    path, kept = find_tokenizer(args.tokenizer, out, train_texts), out / "tokenizer.json"
     tokenizer = load_tokenizer(path)
     meta["tokenizer"] = {"name": args.tokenizer, "vocab_size": vocab_size(tokenizer), "eot_id": find_eot(tokenizer),
                          "sha256": sha256_of(path)}
     if (out / "meta.json").exists():
         meta = resume(meta, read_meta(out), args)
-    else:
+    elif not args.max_documents:
         check_space(meta, args)
-    write_whole(out / "tokenizer.json", path.read_bytes())
+    if not kept.is_file() or kept.read_bytes() != path.read_bytes():
+        write_whole(kept, path.read_bytes())
     if None in meta["shards"]:
         twin, kind = None, "UTF-16 code units"
         if isinstance(tokenizer, Tokenizer):
@@ -957,22 +975,10 @@ def prepare(args):
             except ValueError as error:
                 kind = f"tokenizers, since this one has {error}"
         print(f"{len(sources)} source files to {out}: ids by {kind}; {args.workers} workers", flush=True)
-        write_shards(meta, (str(out / "tokenizer.json"), twin, meta["tokenizer"]["eot_id"], args.split_seed, args.val_fraction), args)
+        write_shards(meta, (str(kept), twin, meta["tokenizer"]["eot_id"], args.split_seed, args.val_fraction), args)
     if not args.keep_downloads:
         shutil.rmtree(out / "downloads", ignore_errors=True)
     print_stats(out)
-
-
-def check_space(meta, args):
-    """Raise ValueError if the disk cannot hold what is to come, by a low estimate: half the bytes of a local source, and of
-    the paper's corpus 0.8 bytes of ids a byte, with three shards (or with --keep_downloads all) downloaded at a time."""
-    if args.max_documents is None:
-        remote = sum(name.startswith("hf://") for name in meta["sources"])
-        need = (sum(map(os.path.getsize, itertools.chain(*map(local_files, meta["sources"])))) // 2
-                + FINEWEB_EDU_BYTES * (0.8 * remote + (remote if args.keep_downloads else min(remote, 3))))
-        if need > (free := shutil.disk_usage(args.out).free):
-            raise ValueError(f"{args.out}: {free / 1e9:.1f} GB free, at least {need / 1e9:.1f} GB needed; give another --out, "
-                             "or take fewer files at a time with --shards and an --out for each")
 
 
 def main():
@@ -987,8 +993,10 @@ def main():
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except (ValueError, OSError, BrokenExecutor) as error:
-        died = isinstance(error, BrokenExecutor)
-        sys.exit("prepare.py: " + ("a worker died, perhaps for want of memory; try fewer --workers" if died else str(error)))
+    except BrokenExecutor:
+        sys.exit("prepare.py: a worker died, perhaps for want of memory; try fewer --workers")
+    except (ValueError, OSError) as error:
+        full = isinstance(error, OSError) and error.errno == errno.ENOSPC
+        sys.exit("prepare.py: " + ("the disk is full; make room and run the same command again" if full else str(error)))
     except KeyboardInterrupt:
         sys.exit("prepare.py: interrupted; run the same command again to go on")
