@@ -17,9 +17,9 @@ Usage:
     python prepare.py --check=data/stdlib --stats
 
 One source file gives one train and one val shard, each under its final name only when it is whole, and the same bytes
-whatever the number of workers: stop it or kill it at any moment, and the same command goes on. Text is encoded as
-ordinary text: the spelling of a special token never becomes a special id. What is not Unicode (bytes that are not UTF-8,
-lone surrogates) becomes U+FFFD.
+whatever the number of workers: stop it or kill it at any moment, and the same command goes on. Text is ordinary text:
+the spelling of a special token never becomes a special id. What is not Unicode (bytes that are not UTF-8, lone
+surrogates) becomes U+FFFD.
 """
 
 import argparse
@@ -77,10 +77,10 @@ SMOLLM2 = "HuggingFaceTB/SmolLM2-1.7B@effd688a12921b4cc83e3312b6feb579f70f9c71"
 # Where documents come from: each reader yields (id or None, text as str or bytes, or None)
 
 def find_sources(source, shards=None):
-    """Return the names of the source files that --source means, in order, or number A to B - 1 of them for shards "A:B".
+    """Return the names of the source files that --source means, in order; of them A to B - 1 for shards "A:B".
 
-    A name is "stdlib VERSION", a path, an http(s):// URL, or hf://[datasets/]OWNER/REPOSITORY@REVISION/PATH. A .txt file
-    is one document, so all those of a glob together make one source.
+    A name is "stdlib VERSION", a path, an http(s):// URL, or hf://[datasets/]OWNER/REPOSITORY@REVISION/PATH. A .txt
+    file is one document, so all those of a glob together make one source.
     Raises FileNotFoundError if nothing matches, ValueError for a kind of file that no reader knows.
     """
     names = [source] if "://" in source else local_files(source)
@@ -109,8 +109,8 @@ def local_files(source):
 
 
 def read_stdlib(file, text_column, id_column):
-    """Yield the running Python's own library: one document a source file (tests and site-packages left out), and one a topic
-    of pydoc's help."""
+    """Yield the running Python's own library: one document a source file (tests and site-packages left out), and one
+    a topic of pydoc's help."""
     root = Path(sysconfig.get_path("stdlib"))
     skip = {"test", "tests", "idle_test", "site-packages", "dist-packages", "pydoc_data", "__pycache__"}
     for path in sorted(root.rglob("*.py")):
@@ -129,7 +129,7 @@ def read_stdlib(file, text_column, id_column):
 def read_parquet(file, text_column, id_column):
     file = pq.ParquetFile(file, buffer_size=1 << 20)  # unbuffered, a row group's whole column would be in memory
     if text_column not in file.schema_arrow.names:
-        raise ValueError(f"no column {text_column!r}; its columns are {', '.join(file.schema_arrow.names)} (--text_column)")
+        raise ValueError(f"no column {text_column!r}; --text_column can be {', '.join(file.schema_arrow.names)}")
     columns = [text_column] + [id_column] * (id_column in file.schema_arrow.names)
     for group in range(file.num_row_groups):
         rows = file.metadata.row_group(group)
@@ -148,7 +148,7 @@ def read_jsonl(file, text_column, id_column):
                     row = json.loads(line.decode("utf-8-sig", "replace"))
                     yield row.get(id_column), row[text_column]
                 except (ValueError, KeyError, AttributeError, RecursionError) as error:
-                    raise ValueError(f"line {number}: expected a JSON object with {text_column!r} ({error!r})") from None
+                    raise ValueError(f"line {number}: expected an object with {text_column!r} ({error!r})") from None
 
 
 def read_txt(file, text_column, id_column):
@@ -237,7 +237,7 @@ def download(url, path):
     """Fetch a URL to a path, which exists only when it is whole; return it as str. Goes on where an earlier try ended.
 
     Waits and tries again after 408, 429 and 5xx (as long as Retry-After says), a broken body, or 30 s of silence.
-    Raises ValueError after DOWNLOAD_TRIES in a row without a new byte, or for a wrong sha256 where the server gives one.
+    Raises ValueError after DOWNLOAD_TRIES in a row without a new byte, or for another sha256 than the server gives.
     """
     import requests
     from urllib3.util import Retry
@@ -245,7 +245,7 @@ def download(url, path):
     part, validator = path.with_name(path.name + ".part"), path.with_name(path.name + ".etag")
     if path.exists():
         path.replace(part)  # whole, or cut short by something else? The server will say
-    session, tries, most, total, sha256 = requests.Session(), 0, -1, None, None
+    session, tries, most, total, sha256, failure = requests.Session(), 0, -1, None, None, None
     session.mount(f"{urlsplit(url).scheme}://", requests.adapters.HTTPAdapter(max_retries=Retry(
         DOWNLOAD_TRIES, connect=0, read=0, backoff_factor=0.5, backoff_jitter=0.5,
         status_forcelist=(408, 429, 500, 502, 503, 504))))
@@ -313,7 +313,7 @@ def sha256_of(*paths):
 # Tokenizer
 
 class Utf16:
-    """The predecessor's character-level regime: the ids are a text's UTF-16 code units, so V = 65,536 and nothing is lost.
+    """The predecessor's character-level regime: ids are a text's UTF-16 code units, so V = 65,536 and nothing is lost.
 
     The end of text is U+FFFF, which Unicode keeps free of characters; a document that holds it is skipped and counted.
     In a data directory it is the tokenizer.json UTF16_JSON, so that later stages load it as they load any other.
@@ -332,8 +332,8 @@ UTF16_JSON = b'{"model": {"type": "utf16"}}'
 
 
 def train_tokenizer(texts, vocab_size):
-    """Return a byte-level BPE Tokenizer of up to vocab_size ids trained on texts: id 0 is the end of text, then 256 bytes,
-    then merges; single digits are split, as SmolLM2's are."""
+    """Return a byte-level BPE Tokenizer of up to vocab_size ids trained on texts: id 0 is the end of text, then 256
+    bytes, then merges; single digits are split, as SmolLM2's are."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
@@ -419,7 +419,7 @@ def find_tokenizer(name, out, train_texts):
     if name.endswith(".json") or Path(name).exists():
         return Path(name)
     if not re.fullmatch(r"[^/@]+/[^/@]+@[^/@]+", name):
-        raise ValueError(f"--tokenizer={name}: no such file; expected train:N, utf16, a tokenizer.json, or a Hugging Face "
+        raise ValueError(f"--tokenizer={name}: no such file; expected train:N, utf16, a tokenizer.json, or "
                          f"OWNER/REPOSITORY@REVISION such as {SMOLLM2}")
     return Path(fetch(f"hf://{name}/tokenizer.json", out, keep=True))
 
@@ -443,10 +443,10 @@ def find_twin(tokenizer):
     """Return (pattern, ranks bytes -> id) with which tiktoken gives exactly the ids of a Tokenizer.
 
     tiktoken joins any two neighbours that together are a token, lowest id first; tokenizers joins the two that a merge
-    names, first merge first. That is the same if (1) ids rise in the order of the merges, each of which makes a token of
-    its own out of bytes and earlier tokens, and (2) every token, alone, is encoded as itself. For take the first join
-    where they differ: two neighbours x y make token t, whose merge is a b. Nothing has been joined across the ends of t,
-    so within them all is as if t stood alone, and then by (2) what stands there is a b.
+    names, first merge first. That is the same if (1) ids rise in the order of the merges, each of which makes a token
+    of its own out of bytes and earlier tokens, and (2) every token, alone, is encoded as itself. For take the first
+    join where they differ: neighbours x y make token t, whose merge is a b. Nothing has been joined across the ends of
+    t, so within them all is as if t stood alone, and then by (2) what stands there is a b.
 
     Bytes without a token (SmolLM2 has 21) get ids over 65,535; make_encoder leaves texts that have such to tokenizers.
     Raises ValueError, saying what stands in the way.
@@ -509,7 +509,8 @@ def start_worker(tokenizer_path, twin, eot_id, split_seed, val_fraction):
     """Make this process ready for encode_batch."""
     global worker
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    worker = SimpleNamespace(encode=make_encoder(load_tokenizer(tokenizer_path), twin), end=np.array([eot_id], np.uint32),
+    worker = SimpleNamespace(encode=make_encoder(load_tokenizer(tokenizer_path), twin),
+                             end=np.array([eot_id], np.uint32),
                              split=(split_seed, val_fraction))
     if parent := multiprocessing.parent_process():
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to handle; and if that is killed, so is this:
@@ -517,9 +518,9 @@ def start_worker(tokenizer_path, twin, eot_id, split_seed, val_fraction):
 
 
 def encode_batch(rows):
-    """Encode a list of rows (id, text); return (Counter of skipped rows by reason, and for train and val the ids, uint16
-    as bytes, the lengths in ids of the documents and the bytes of their texts). Anything else than a list is a mark in
-    the stream of jobs, and comes back as it is."""
+    """Encode a list of rows (id, text); return (Counter of skipped rows by reason, and for train and val the ids,
+    uint16 as bytes, the lengths in ids of the documents and the bytes of their texts). Anything else than a list is a
+    mark in the stream of jobs, and comes back as it is."""
     if not isinstance(rows, list):
         return rows
     skipped, sides = Counter(), [([], [], []), ([], [], [])]
@@ -539,7 +540,7 @@ def encode_batch(rows):
 
 
 def encode_in_order(jobs, workers, settings):
-    """Yield (number, encode_batch(job)) for each (number, job), in order, with a bounded number of jobs on their way."""
+    """Yield (number, encode_batch(job)) for each (number, job), in order; few jobs are on their way at a time."""
     if workers == 1:
         start_worker(*settings)
         yield from ((number, encode_batch(job)) for number, job in jobs)
@@ -676,7 +677,7 @@ def read_jobs(meta, args, keep):
 
 
 def write_shards(meta, settings, args):
-    """Encode every source without a shard into its train and val shard; meta.json tells of each as soon as it is whole."""
+    """Encode every source without a shard into its train and val shard; meta.json tells of each once it is whole."""
     shards, writers, documents, tokens, start = meta["shards"], None, 0, 0, time.monotonic()
     todo = shards.count(None)
     with tqdm(total=len(shards), initial=len(shards) - todo, unit=" shards", disable=None) as shard_bar, \
@@ -748,14 +749,15 @@ class Shard:
     """
 
     def __init__(self, data_dir, split, number, meta):
-        self.entry, self.tokenizer, self.name = meta["shards"][number][split], meta["tokenizer"], f"{split}/{number:05d}"
+        self.entry, self.tokenizer = meta["shards"][number][split], meta["tokenizer"]
+        self.name = f"{split}/{number:05d}"
         self.path = Path(data_dir) / split / f"{number:05d}.bin"
         self.documents, self.tokens, self.longest = (self.entry[key] for key in ("documents", "tokens", "longest"))
         for path, size in ((self.path, 2 * self.tokens), (self.path.with_suffix(".idx"), 8 * (self.documents + 1))):
             found = path.stat().st_size if path.is_file() else None
             if found != size:
-                raise ValueError(f"{path}: {'missing' if found is None else f'{found:,} bytes'}; expected {size:,} bytes; "
-                                 f"{REPAIR}")
+                found = "missing" if found is None else f"{found:,} bytes"
+                raise ValueError(f"{path}: {found}; expected {size:,} bytes; {REPAIR}")
 
     def map(self):
         """Return (tokens uint16 [n_tokens], starts int64 [n_documents + 1]), memory-mapped read-only.
@@ -782,12 +784,13 @@ class Shard:
 
 
 def open_shards(data_dir, split):
-    """Return the Shards of a split that hold documents. Raises ValueError for a missing or cut file or unfinished data."""
+    """Return the Shards of a split that hold documents. Raises ValueError for missing, cut or unfinished data."""
     meta = read_meta(data_dir)
     if undone := meta["shards"].count(None):
         raise ValueError(f"{data_dir}: {undone} of {len(meta['shards'])} source files are not done yet; "
                          "run the same prepare.py command again to finish")
-    return [Shard(data_dir, split, number, meta) for number, shard in enumerate(meta["shards"]) if shard[split]["documents"]]
+    return [Shard(data_dir, split, number, meta) for number, shard in enumerate(meta["shards"])
+            if shard[split]["documents"]]
 
 
 def find_damage(data_dir, meta, workers):
@@ -824,7 +827,8 @@ def print_stats(data_dir, histogram=False):
         print(f"{f'of more than {limit:,} tokens' if limit else 'all':26}"
               + "".join(f"{documents:16,}{tokens:18,}" for documents, tokens in table[:, row].tolist()))
     n_bytes = [sum(shard[split]["bytes"] for shard in meta["shards"]) for split in SPLITS]
-    print(f"{'bytes per token':26}" + "".join(f"{n / max(tokens, 1):34.3f}" for n, tokens in zip(n_bytes, table[:, 0, 1])))
+    print(f"{'bytes per token':26}" + "".join(f"{n / max(n_tokens, 1):34.3f}"
+                                              for n, n_tokens in zip(n_bytes, table[:, 0, 1])))
     if not table[0, 0, 0]:
         print("train: no document; train.py will have nothing to learn from")
     if not table[1, 0, 0]:
@@ -842,20 +846,20 @@ def parse_args():
     parser = argparse.ArgumentParser(description=__doc__, usage=argparse.SUPPRESS, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     group = parser.add_argument_group("documents")
-    group.add_argument("--source", default="stdlib", help="stdlib, fineweb-edu, an http(s) or hf:// URL, or a path or glob "
-                       "of .parquet, .jsonl, .jsonl.gz, .jsonl.zst or .txt files (default: %(default)s)")
+    group.add_argument("--source", default="stdlib", help="stdlib, fineweb-edu, an http(s) or hf:// URL, or a path or "
+                       "glob of .parquet, .jsonl, .jsonl.gz, .jsonl.zst or .txt files (default: %(default)s)")
     group.add_argument("--shards", help="A:B, take only the source files numbered A to B - 1 (default: all)")
     group.add_argument("--max_documents", type=int, help="take only the first so many documents (default: all)")
     group.add_argument("--text_column", default="text", help="name of the text column (default: %(default)s)")
     group.add_argument("--id_column", default="id", help="name of the id column; documents without one are split by "
                        "their text (default: %(default)s)")
     group = parser.add_argument_group("what becomes of them")
-    group.add_argument("--tokenizer", help="train:N, utf16, a tokenizer.json, or a Hugging Face OWNER/REPOSITORY@REVISION "
-                       f"(default: train:3072 for stdlib, else {SMOLLM2})")
+    group.add_argument("--tokenizer", help="train:N, utf16, a tokenizer.json, or a Hugging Face "
+                       f"OWNER/REPOSITORY@REVISION (default: train:3072 for stdlib, else {SMOLLM2})")
     group.add_argument("--val_fraction", type=float, help="share held out (default: 0.05 for stdlib, else 0.001)")
     group.add_argument("--split_seed", type=int, default=0, help="seed of the split (default: %(default)s)")
     group.add_argument("--out", help="directory to write (default: data/ and the source's name)")
-    group.add_argument("--workers", type=int, default=os.cpu_count(), help="processes (default: %(default)s, the cores)")
+    group.add_argument("--workers", type=int, default=os.cpu_count(), help="processes (default: the %(default)s cores)")
     group.add_argument("--keep_downloads", action="store_true", help="do not delete downloaded files after use")
     group = parser.add_argument_group("instead of preparing")
     group.add_argument("--check", metavar="DIR", help="verify every shard of a prepared directory")
@@ -892,14 +896,19 @@ def check(data_dir, workers, stats):
 
 
 def resume(meta, done, args):
-    """Return done, the meta.json there, without the shards that are damaged. Raises ValueError if meta, what is asked for
-    now, is another preparation, or a source is no longer the file that it was."""
+    """Return done, the meta.json there, without the shards that are damaged. Raises ValueError if meta, what is asked
+    for now, is another preparation, or a source is no longer the file that it was."""
+    def fields(meta):
+        groups = [(group, meta[group]) for group in ("tokenizer", "split")]
+        rest = {key: meta[key] for key in ("format", "sources", "columns", "max_documents")}
+        return rest | {f"{group} {key}": value for group, values in groups for key, value in values.items()}
+
     if args.max_documents:
         meta["sources"] = meta["sources"][:len(done["sources"])]  # the others were not needed
-    there, asked = ({**m, **{f"{group} {key}": value for group in ("tokenizer", "split") for key, value in m[group].items()}}
-                    for m in (done, meta))
-    if differing := [f"{key}: {textwrap.shorten(str(there[key]), 80)} there, {textwrap.shorten(str(asked[key]), 80)} asked for"
-                     for key in asked if key not in ("tokenizer", "split", "shards") and there[key] != asked[key]]:
+    there, asked = fields(done), fields(meta)
+    short = lambda value: textwrap.shorten(str(value), 80)
+    if differing := [f"{key}: {short(there[key])} there, {short(asked[key])} now" for key in asked
+                     if there[key] != asked[key]]:
         raise ValueError(f"{args.out} was prepared differently; {'; '.join(differing)}; choose another --out")
     for shard in filter(None, done["shards"]):
         if shard["sha256"] and source_facts(shard["source"])["sha256"] not in (None, shard["sha256"]):
@@ -931,8 +940,8 @@ def check_space(meta, args):
     remote = sum(name.startswith("hf://") for name in meta["sources"])
     need = local / 2 + FINEWEB_EDU_BYTES * (0.8 * remote + (remote if args.keep_downloads else min(remote, 3)))
     if need > (free := shutil.disk_usage(args.out).free):
-        raise ValueError(f"{args.out}: {free / 1e9:.1f} GB free, at least {need / 1e9:.1f} GB needed; give another --out, "
-                         "or take fewer files at a time with --shards and an --out for each")
+        raise ValueError(f"{args.out}: {free / 1e9:.1f} GB free, at least {need / 1e9:.1f} GB needed; give another "
+                         "--out, or take fewer files with --shards")
 
 
 def prepare(args):
@@ -996,7 +1005,7 @@ if __name__ == "__main__":
     except BrokenExecutor:
         sys.exit("prepare.py: a worker died, perhaps for want of memory; try fewer --workers")
     except (ValueError, OSError) as error:
-        full = isinstance(error, OSError) and error.errno == errno.ENOSPC
-        sys.exit("prepare.py: " + ("the disk is full; make room and run the same command again" if full else str(error)))
+        full = getattr(error, "errno", None) == errno.ENOSPC
+        sys.exit(f"prepare.py: {'the disk is full; make room and run the same command again' if full else error}")
     except KeyboardInterrupt:
         sys.exit("prepare.py: interrupted; run the same command again to go on")

@@ -3,10 +3,10 @@
     python tests/bench/bench_prepare.py [--copies=2] [--runs=3] [--scaling]
 
 Each method is a process of its own, from the start of the interpreter to its end, in turn, the median of the runs. Real
-English documents and the SmolLM2 tokenizer from ../shared. All must write the same ids. The last line is the result as JSON.
+English documents and the SmolLM2 tokenizer from ../shared. All must write the same ids. The last line is JSON.
 
     prepare        python prepare.py --workers=2, with split, index, sha256 and resume
-    datasets       datasets.map(batched, num_proc=2) with the fast tokenizer, then one memory-mapped file, as nanoGPT's prepare.py
+    datasets       datasets.map(batched, num_proc=2) with the fast tokenizer, then one memory-mapped file as nanoGPT does
     encode_batch   tokenizers' encode_batch (its own threads) over batches of 1000
     tiktoken       bare encode_to_numpy over texts already in memory, one process; its ids are not written
 """
@@ -86,9 +86,10 @@ def run_tiktoken(files, out):
 
 
 def measure(command):
-    """Return (wall seconds, CPU seconds of the process and its children, peak RSS of the largest of them in MB, stdout)."""
+    """Return (wall seconds, CPU seconds of the process and its children, stdout)."""
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1"})
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                               env=os.environ | {"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1"})
     output, errors = process.communicate()
     if process.returncode:
         sys.exit(errors)
@@ -97,7 +98,7 @@ def measure(command):
 
 
 def flat_ids(out):
-    """The ids of a prepared directory, train and val of each source; the other methods do not split, so val_fraction is 0."""
+    """The train ids of a prepared directory; the other methods do not split, so there is no val."""
     return b"".join(path.read_bytes() for path in sorted((out / "train").glob("*.bin")))
 
 
@@ -128,7 +129,8 @@ def main():
             if method == "prepare":
                 n = len(files) // len(corpus)
                 source = f"{folder}/[0-{n - 1}]-*.parquet"
-                result = measure([sys.executable, ROOT / "prepare.py", f"--source={source}", f"--tokenizer={TOKENIZER}", f"--out={out}", "--workers=2", "--val_fraction=0"])
+                result = measure([sys.executable, ROOT / "prepare.py", f"--source={source}",
+                                  f"--tokenizer={TOKENIZER}", f"--out={out}", "--workers=2", "--val_fraction=0"])
             else:
                 result = measure([sys.executable, __file__, f"--as={method}", out, *files])
             ids = flat_ids(out) if method == "prepare" else out.read_bytes() if out.exists() else None
@@ -137,7 +139,8 @@ def main():
             return result, ids
 
         if args.scaling:
-            rows = {n: [once("prepare", files[:n * len(corpus)], run)[0][:2] for run in range(args.runs)] for n in (1, 2, 4)}
+            rows = {n: [once("prepare", files[:n * len(corpus)], run)[0][:2] for run in range(args.runs)]
+                    for n in (1, 2, 4)}
             medians = {n: [statistics.median(column) for column in zip(*row)] for n, row in rows.items()}
             for n, (wall, cpu) in medians.items():
                 print(f"x{n}: {wall:6.2f} s wall, {cpu:6.2f} s CPU; per copy beyond the first: "
@@ -159,14 +162,18 @@ def main():
                 print(f"run {run} {method:14} {wall:7.2f} s wall {cpu:7.2f} s CPU", flush=True)
         tokens = len(reference) // 2
         wall = {method: statistics.median(values) for method, values in walls.items()}
-        result = {"tokens": tokens, "wall": wall, "cpu": {method: statistics.median(values) for method, values in cpus.items()},
-                  "ratio": {method: wall[method] / wall["prepare"] for method in wall}, "python": platform.python_version(), "cores": os.cpu_count()}
+        result = {"tokens": tokens, "wall": wall, "cpu": {method: statistics.median(values) for method,
+                                                          values in cpus.items()},
+                  "ratio": {method: wall[method] / wall["prepare"] for method in wall},
+                  "python": platform.python_version(), "cores": os.cpu_count()}
         for method, seconds in wall.items():
-            print(f"{method:14} {seconds:7.2f} s {tokens / seconds / 1e6:7.2f} Mtokens/s {result['ratio'][method]:6.2f} x the time of prepare.py")
+            print(f"{method:14} {seconds:7.2f} s {tokens / seconds / 1e6:7.2f} Mtokens/s "
+                  f"{result['ratio'][method]:6.2f} x the time of prepare.py")
         if bare:
             result["bare_tokens_per_cpu_second"] = statistics.median(row["tokens"] / row["cpu"] for row in bare)
             result["prepare_tokens_per_cpu_second"] = tokens / result["cpu"]["prepare"]
-            print(f"tokens per CPU second: bare tiktoken {result['bare_tokens_per_cpu_second']:,.0f}, prepare.py {result['prepare_tokens_per_cpu_second']:,.0f}, "
+            print(f"tokens per CPU second: bare tiktoken {result['bare_tokens_per_cpu_second']:,.0f}, "
+                  f"prepare.py {result['prepare_tokens_per_cpu_second']:,.0f}, "
                   f"{result['prepare_tokens_per_cpu_second'] / result['bare_tokens_per_cpu_second']:.3f} of it")
         print(json.dumps(result))
     finally:
