@@ -1,9 +1,9 @@
 """prepare.py: exact ids, whole shards, nothing lost.
 
 The network is a server on the loopback that answers as a file server or as the Hugging Face hub does. Not here, because
-the design makes the fault impossible: one source file gives one shard, however short (a corpus is not cut into shards of
-a fixed size, so there is no remainder to lose); only the main process fetches, never a worker or a training rank; the
-split is a threshold on a hash, so no count can round to nothing by itself. The hub's own retries are huggingface_hub's.
+the design makes the fault impossible: one source file gives one shard, however short (a corpus is not cut into shards
+of a fixed size, so there is no remainder to lose); only the main process fetches, never a worker or a training rank;
+the split is a threshold on a hash, so no count can round to nothing. The hub's own retries are huggingface_hub's.
 """
 
 import gzip
@@ -414,9 +414,10 @@ def test_utf16_is_lossless(tmp_path, prepared_from):
 
 def test_stdlib_in_two_processes_gives_the_same_bytes(tmp_path):
     """Part of the library, for speed; everything else as the first command of a newcomer does it."""
-    (tmp_path / "part.py").write_text("import itertools, prepare\nread = prepare.read_stdlib\n"
-                                      "prepare.read_stdlib = lambda *unused: itertools.islice(read(*unused), 0, None, 8)\n"
-                                      "if __name__ == '__main__':\n prepare.main()\n")
+    (tmp_path / "part.py").write_text(
+        "import itertools, prepare\nread = prepare.read_stdlib\n"
+        "prepare.read_stdlib = lambda *unused: itertools.islice(read(*unused), 0, None, 8)\n"
+        "if __name__ == '__main__':\n prepare.main()\n")
     results = [subprocess.run([sys.executable, tmp_path / "part.py", f"--out={tmp_path}/{seed}", f"--workers={seed}"],
                               capture_output=True, text=True,
                               env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONHASHSEED": str(seed)}, timeout=100)
@@ -455,7 +456,8 @@ def test_string_types_give_the_same_shards(tokenizer_path, tmp_path, monkeypatch
         where = tmp_path / str(len(shards))
         where.mkdir()
         data = [text and text.encode() for text in texts] if kind == pa.binary() else pa.array(texts).cast(kind)
-        run(monkeypatch, f"--source={parquet(where / 'a.parquet', data, text_type=kind if kind == pa.binary() else None)}",
+        parquet(where / "a.parquet", data, text_type=kind if kind == pa.binary() else None)
+        run(monkeypatch, f"--source={where}/a.parquet",
             f"--tokenizer={tokenizer_path}", f"--out={where}/out")
         shards.append({name: data for name, data in contents(where / "out").items() if name != "meta.json"})
     assert all(other == shards[0] for other in shards) and len(shards[0]) > 2
@@ -621,8 +623,8 @@ def test_max_documents_takes_the_first_and_reads_no_more(tokenizer_path, tmp_pat
     run(monkeypatch, f"--source={tmp_path}/*.parquet", f"--tokenizer={tokenizer_path}", f"--out={tmp_path}/out",
         "--val_fraction=0", "--max_documents=120")
     assert decoded(tmp_path / "out") == texts[:120]
-    assert [Path(name).name for name in opened] == ["0.parquet", "1.parquet",
-                                                    "2.parquet"] and len(prepare.read_meta(tmp_path / "out")["sources"]) == 3
+    assert [Path(name).name for name in opened] == ["0.parquet", "1.parquet", "2.parquet"]
+    assert len(prepare.read_meta(tmp_path / "out")["sources"]) == 3
     before = contents(tmp_path / "out")
     (tmp_path / "out/train/00001.bin").unlink()
     run(monkeypatch, f"--source={tmp_path}/*.parquet", f"--tokenizer={tokenizer_path}", f"--out={tmp_path}/out",
@@ -754,7 +756,7 @@ def test_workers_do_not_outlive_a_killed_run(tokenizer_path, tmp_path):
                                 f"--tokenizer={tokenizer_path}", f"--out={tmp_path}/out", "--workers=2"])
     children = lambda: Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     deadline = time.monotonic() + 20
-    while not list(tmp_path.glob("out/train/*.tmp")) or len(children()) < 3:  # two workers and Python's resource tracker
+    while not list(tmp_path.glob("out/train/*.tmp")) or len(children()) < 3:  # and Python's resource tracker
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.01)
     workers = children()
@@ -784,9 +786,9 @@ def test_two_runs_at_once_in_one_directory_are_refused(tokenizer_path, tmp_path,
     out = tmp_path / "out"
     out.mkdir()
     source = parquet(tmp_path / "a.parquet", ["a"])
-    holder = subprocess.Popen([sys.executable, "-c",
-                               "import fcntl, os, sys, time; fcntl.flock(os.open(sys.argv[1], os.O_RDONLY), fcntl.LOCK_EX); "
-                               "print(flush=True); time.sleep(60)", out], stdout=subprocess.PIPE)
+    code = ("import fcntl, os, sys, time\nfcntl.flock(os.open(sys.argv[1], os.O_RDONLY), fcntl.LOCK_EX)\n"
+            "print(flush=True)\ntime.sleep(60)")
+    holder = subprocess.Popen([sys.executable, "-c", code, out], stdout=subprocess.PIPE)
     holder.stdout.readline()
     with pytest.raises(ValueError, match="another prepare.py"):
         run(monkeypatch, f"--source={source}", "--tokenizer=utf16", f"--out={out}")
@@ -822,7 +824,8 @@ def prepared(tokenizer_path, tmp_path, monkeypatch):
     """A directory of three shards, and the flags that made it."""
     for name in "abc":
         parquet(tmp_path / f"{name}.parquet", texts_of(60, seed=name))
-    flags = f"--source={tmp_path}/*.parquet", f"--tokenizer={tokenizer_path}", f"--out={tmp_path}/out", "--val_fraction=0.2"
+    flags = (f"--source={tmp_path}/*.parquet", f"--tokenizer={tokenizer_path}", f"--out={tmp_path}/out",
+             "--val_fraction=0.2")
     run(monkeypatch, *flags)
     return tmp_path / "out", flags
 
@@ -1064,8 +1067,7 @@ def hub(server, tokenizer_path, tmp_path):
         return subprocess.run([sys.executable, tmp_path / "run_hub.py", revision, "--source=fineweb-edu",
                                "--val_fraction=0", "--workers=1", *flags],
                               capture_output=True, text=True, timeout=100, env=os.environ | {
-                                  "PYTHONPATH": str(ROOT), "HF_ENDPOINT": server.url,
-                                                                                             "HF_HOME": str(tmp_path / "hf_home"),
+                                  "PYTHONPATH": str(ROOT), "HF_ENDPOINT": server.url, "HF_HOME": f"{tmp_path}/hf_home",
                                   "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"} | environment)
     return run_hub
 

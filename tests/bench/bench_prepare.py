@@ -6,7 +6,7 @@ Each method is a process of its own, from the start of the interpreter to its en
 English documents and the SmolLM2 tokenizer from ../shared. All must write the same ids. The last line is JSON.
 
     prepare        python prepare.py --workers=2, with split, index, sha256 and resume
-    datasets       datasets.map(batched, num_proc=2) with the fast tokenizer, then one memory-mapped file as nanoGPT does
+    datasets       datasets.map(batched, num_proc=2) with the fast tokenizer, then a memory-mapped file, as nanoGPT does
     encode_batch   tokenizers' encode_batch (its own threads) over batches of 1000
     tiktoken       bare encode_to_numpy over texts already in memory, one process; its ids are not written
 """
