@@ -6,6 +6,7 @@ of a fixed size, so there is no remainder to lose); only the main process fetche
 the split is a threshold on a hash, so no count can round to nothing. The hub's own retries are huggingface_hub's.
 """
 
+import base64
 import gzip
 import hashlib
 import http.server
@@ -148,10 +149,13 @@ class Handler(http.server.BaseHTTPRequestHandler):
         first, last = re.fullmatch(r"bytes=(\d+)-(\d*)", wanted or "bytes=0-").groups()
         if script and self.command == "GET" and (step := script.pop(0)):
             return step(self, data, int(first))
-        headers = {"ETag": f'"{hashlib.sha256(data).hexdigest()}"'} | ({"X-Repo-Commit": hub[1]} if hub else {})
+        etag = f'"{hashlib.sha256(data).hexdigest()}"'
+        if self.headers.get("If-Range", etag) != etag:
+            wanted = None
+        headers = {"ETag": etag} | ({"X-Repo-Commit": hub[1]} if hub else {})
         if int(first) >= len(data) and wanted:
             return self.send(416, b"range not satisfiable", {"Content-Range": f"bytes */{len(data)}"})
-        part = data[int(first):int(last) + 1 if last else None]
+        part = data[int(first):int(last) + 1 if last else None] if wanted else data
         if wanted:
             headers["Content-Range"] = f"bytes {first}-{int(first) + len(part) - 1}/{len(data)}"
         self.send(206 if wanted else 200, part, headers)
@@ -632,6 +636,14 @@ def test_max_documents_takes_the_first_and_reads_no_more(tokenizer_path, tmp_pat
     assert contents(tmp_path / "out") == before
 
 
+def test_max_documents_holds_for_training_a_tokenizer_too(tmp_path, monkeypatch):
+    parquet(tmp_path / "a.parquet", texts_of(20))
+    (tmp_path / "b.parquet").write_bytes(b"no parquet file")
+    run(monkeypatch, f"--source={tmp_path}/*.parquet", "--tokenizer=train:300", f"--out={tmp_path}/out",
+        "--max_documents=15")
+    assert sum(len(documents(tmp_path / "out", split)) for split in prepare.SPLITS) == 15
+
+
 def test_memory_does_not_grow_with_the_file(tokenizer_path, tmp_path):
     """One row group of 40 MB and one of 160 MB of long documents: the main process and its workers stay as they are."""
     peaks = []
@@ -857,6 +869,22 @@ def test_check_finds_damage_and_the_next_run_repairs_it(damage, prepared, monkey
     assert contents(out) == before
 
 
+def test_check_knows_the_tokenizer(prepared, monkeypatch):
+    out, flags = prepared
+    before = contents(out)
+    flip(out / "tokenizer.json", 5)
+    with pytest.raises(SystemExit, match="tokenizer.json: its sha256"):
+        run(monkeypatch, f"--check={out}")
+    run(monkeypatch, *flags)
+    assert contents(out) == before
+
+
+def test_what_a_killed_run_left_under_a_final_name_goes(prepared_from, tmp_path):
+    (tmp_path / "out/val").mkdir(parents=True)
+    (tmp_path / "out/val/00000.bin").write_bytes(b"of a run with another fraction, killed before meta.json was written")
+    assert not list((prepared_from(["a"]) / "val").iterdir())
+
+
 def test_check_as_a_command(prepared):
     out, _ = prepared
     good = command(f"--check={out}", "--stats")
@@ -947,7 +975,7 @@ def test_a_cut_file_at_the_final_name_is_completed(server, tmp_path):
 
 
 def test_another_file_at_the_final_name_is_noticed(server, tmp_path):
-    """Its first bytes are not this file's, and the server's sha256 says so; the next run fetches it afresh."""
+    """Its first bytes are not this file's: the server's sha256 says so, and the next run fetches it afresh."""
     data = server.files["/f.bin"] = megabytes(300_000)
     (tmp_path / "f.bin").write_bytes(b"x" * 1000)
     with pytest.raises(ValueError, match="sha256"):
@@ -970,6 +998,30 @@ def test_a_206_that_starts_elsewhere_is_not_appended(server, tmp_path):
                                lambda handler, data,
                                start: handler.send(206, data[100:], {"Content-Range": f"bytes 100-299999/300000"})]
     assert Path(prepare.download(f"{server.url}/f.bin", tmp_path / "f.bin")).read_bytes() == data
+
+
+def test_a_file_that_changes_between_two_tries_is_fetched_anew(server, tmp_path):
+    old, new = megabytes(300_000, seed=1), megabytes(300_000, seed=2)
+    server.files["/f.bin"] = old
+    etag = f'"{hashlib.sha256(old).hexdigest()}"'
+
+    def cut(handler, data, start):
+        handler.send(200, data, {"ETag": etag}, cut=200_000)
+        server.files["/f.bin"] = new
+    server.script["/f.bin"] = [cut]
+    assert Path(prepare.download(f"{server.url}/f.bin", tmp_path / "f.bin")).read_bytes() == new
+
+
+@pytest.mark.parametrize("header", ["Repr-Digest", "Digest", "ETag"])
+def test_a_wrong_sha256_is_noticed(header, server, tmp_path):
+    data, digest = megabytes(3000), hashlib.sha256(b"another file")
+    value = {"Repr-Digest": f"sha-256=:{base64.b64encode(digest.digest()).decode()}:",
+             "Digest": f"sha-256={base64.b64encode(digest.digest()).decode()}", "ETag": f'"{digest.hexdigest()}"'}[header]
+    server.files["/f.bin"] = data
+    server.script["/f.bin"] = [lambda handler, data, start: handler.send(200, data, {header: value})]
+    with pytest.raises(ValueError, match=digest.hexdigest()):
+        prepare.download(f"{server.url}/f.bin", tmp_path / "f.bin")
+    assert not list(tmp_path.glob("f.bin*")) or not (tmp_path / "f.bin").exists()
 
 
 def test_a_complete_partial_and_416(server, tmp_path):
