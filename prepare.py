@@ -275,7 +275,7 @@ def download(url, path):
                 if not resumed:
                     validator.write_text(answer.headers.get("ETag") or answer.headers.get("Last-Modified", ""))
                 with open(part, "ab" if resumed else "wb") as file:
-                    for chunk in answer.iter_content(1 << 20):
+                    for chunk in answer.iter_content(1 << 16):  # a chunk that breaks is lost
                         file.write(chunk)
                 if total == -1:  # no length was given, and the body ended as a body should
                     break
