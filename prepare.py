@@ -127,7 +127,8 @@ def read_stdlib(file, text_column, id_column):
 
 
 def read_parquet(file, text_column, id_column):
-    file = pq.ParquetFile(file, buffer_size=1 << 20)  # unbuffered, a row group's whole column would be in memory
+    # Else the whole column of a row group, which may be all of a 2.3 GB file, would be in memory.
+    file = pq.ParquetFile(file, buffer_size=1 << 20, pre_buffer=False)
     if text_column not in file.schema_arrow.names:
         raise ValueError(f"no column {text_column!r}; --text_column can be {', '.join(file.schema_arrow.names)}")
     columns = [text_column] + [id_column] * (id_column in file.schema_arrow.names)

@@ -665,7 +665,7 @@ def test_memory_does_not_grow_with_the_file(tokenizer_path, tmp_path):
         assert result.returncode == 0, result.stderr
         peaks.append([int(kilobytes) / 1024 for kilobytes in result.stdout.split("\n")[-2].split()])
         path.unlink()
-    assert all(after < before + 60 for before, after in zip(*peaks)) and max(peaks[1]) < 400, f"MiB: {peaks}"
+    assert all(after < before + 60 for before, after in zip(*peaks)) and max(peaks[1]) < 350, f"MiB: {peaks}"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -994,9 +994,9 @@ def test_a_server_that_ignores_range(server, tmp_path):
 
 def test_a_206_that_starts_elsewhere_is_not_appended(server, tmp_path):
     data = server.files["/f.bin"] = megabytes(300_000)
+    elsewhere = {"Content-Range": "bytes 100-299999/300000"}
     server.script["/f.bin"] = [lambda handler, data, start: handler.send(200, data, cut=200_000),
-                               lambda handler, data,
-                               start: handler.send(206, data[100:], {"Content-Range": f"bytes 100-299999/300000"})]
+                               lambda handler, data, start: handler.send(206, data[100:], elsewhere)]
     assert Path(prepare.download(f"{server.url}/f.bin", tmp_path / "f.bin")).read_bytes() == data
     assert len(server.log) == 3
 
