@@ -106,11 +106,14 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--copies", type=int, default=2, help="times the corpus of 58.7 MB (default: %(default)s)")
     parser.add_argument("--runs", type=int, default=3, help="runs of each method (default: %(default)s)")
-    parser.add_argument("--methods", default="prepare,datasets,encode_batch,tiktoken")
+    parser.add_argument("--methods", default="prepare,datasets,encode_batch,tiktoken",
+                        help="prepare, and what to compare it with (default: all)")
     parser.add_argument("--scaling", action="store_true", help="prepare.py alone, on 1, 2 and 4 copies")
     parser.add_argument("--as", dest="method", help=argparse.SUPPRESS)
     parser.add_argument("files", nargs="*", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if "prepare" not in args.methods.split(","):
+        parser.error("--methods: the ratios need prepare")
     if args.method:
         return globals()[f"run_{args.method}"](args.files[1:], args.files[0])
     corpus = sorted((SHARED / "corpus").glob("*.parquet"))
