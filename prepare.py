@@ -11,27 +11,48 @@ document starts. Training windows never cross a document (the paper, "Data"), so
 
 Usage:
     python prepare.py                                                 this Python's own library sources, no download
+    python prepare.py --source=fineweb-edu --max_documents=10000      the paper's corpus, its first documents
+    python prepare.py --source=fineweb-edu --shards=0:234 --workers=16
     python prepare.py --source='path/*.parquet' --tokenizer=path/tokenizer.json
-    python prepare.py --source=documents.jsonl --tokenizer=train:3072 --out=data/mine
+    python prepare.py --check=data/stdlib --stats
 
-Text is encoded as ordinary text: the spelling of a special token inside a document never becomes a special id. One source
-file gives one train and one val shard, each under its final name only when it is whole; run again to finish what was
-interrupted.
+One source file gives one train and one val shard, each under its final name only when it is whole, and the same bytes
+whatever the number of workers: stop it or kill it at any moment, and the same command goes on. Text is ordinary text:
+the spelling of a special token never becomes a special id. What is not Unicode (bytes that are not UTF-8, lone
+surrogates) becomes U+FFFD.
 """
 
 import argparse
+import base64
+import errno
 import glob
 import hashlib
+import io
+import itertools
 import json
+import multiprocessing
 import os
+import queue
+import re
+import shutil
+import signal
 import sys
 import sysconfig
+import textwrap
+import threading
+import time
 import tokenize
+from collections import Counter, deque
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from urllib.parse import urlsplit
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import tiktoken
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 
@@ -41,41 +62,63 @@ EOT = "<|endoftext|>"          # SmolLM2's end of text, id 0
 MAX_VOCAB_SIZE = 65_536        # ids are stored as uint16
 BATCH_DOCUMENTS = 256          # documents encoded at a time ...
 BATCH_BYTES = 4 << 20          # ... or fewer, if they are long: memory must not grow with the documents
-SUMMARY_BLOCK_SIZES = (256, 512, 1024, 2048, 4096)
-# The base model's tokenizer (not an instruct one's), pinned: the paper's ids are these bytes' ids.
-PINNED_REVISIONS = {"HuggingFaceTB/SmolLM2-1.7B": "effd688a12921b4cc83e3312b6feb579f70f9c71"}
+DOWNLOAD_TRIES = 6             # tries in a row without a new byte
+DOWNLOAD_TIMEOUT = (10, 30)    # seconds to connect, and of silence
+BLOCK_SIZES = (256, 512, 1024, 2048, 4096)  # of the summary
+REPAIR = "run the same prepare.py command again to repair it"
+# The paper's corpus and the base model's tokenizer (not an instruct one's), pinned: ids are these bytes' ids.
+FINEWEB_EDU = ("hf://datasets/HuggingFaceTB/smollm-corpus@3ba9d605774198c5868892d7a8deda78031a781f/"
+               "fineweb-edu-dedup/train-{:05d}-of-00234.parquet")
+FINEWEB_EDU_SHARDS, FINEWEB_EDU_BYTES = 234, 2_350_000_000  # files, and bytes of one of them (about)
+SMOLLM2 = "HuggingFaceTB/SmolLM2-1.7B@effd688a12921b4cc83e3312b6feb579f70f9c71"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Where documents come from: each reader yields (id or None, text or None)
+# Where documents come from: each reader yields (id or None, text as str or bytes, or None)
 
-def find_sources(source):
-    """Return the source files that --source names, in order: ["stdlib"], or the sorted paths of a file name or glob.
+def find_sources(source, shards=None):
+    """Return the names of the source files that --source means, in order; of them A to B - 1 for shards "A:B".
 
+    A name is "stdlib VERSION", a path, an http(s):// URL, or hf://[datasets/]OWNER/REPOSITORY@REVISION/PATH. A .txt
+    file is one document, so all those of a glob together make one source.
     Raises FileNotFoundError if nothing matches, ValueError for a kind of file that no reader knows.
     """
+    names = [source] if "://" in source else local_files(source)
     if source == "stdlib":
-        return ["stdlib"]
-    paths = sorted(glob.glob(source, recursive=True))
-    if not paths:
-        raise FileNotFoundError(f"--source={source}: no such file; expected stdlib, a path or a quoted glob")
-    for path in paths:
-        if Path(path).suffix not in READERS:
-            raise ValueError(f"{path}: expected a name that ends in {', '.join(READERS)}")
-    return paths
+        names = [f"stdlib {sys.version.split()[0]}"]
+    elif source == "fineweb-edu":
+        names = [FINEWEB_EDU.format(number) for number in range(FINEWEB_EDU_SHARDS)]
+    elif not names:
+        raise FileNotFoundError(f"--source={source}: no such file; expected stdlib, fineweb-edu, a path, a quoted glob "
+                                "or a URL")
+    elif "://" not in source and all(name.endswith(".txt") for name in names):
+        names = [source]
+    for name in names:
+        find_reader(name)
+    first, last = map(int, shards.split(":")) if shards else (0, len(names))
+    if not first < last <= len(names):
+        raise ValueError(f"--shards={shards}: expected A:B with 0 <= A < B <= {len(names)}, the number of source files")
+    return names[first:last]
 
 
-def read_stdlib():
-    """Yield the running Python's own library as documents: one a source file (tests and site-packages left out), and one a
-    topic of pydoc's help."""
+def local_files(source):
+    """Return the sorted paths of the local files that a path or glob means."""
+    if Path(source).is_file():
+        return [source]
+    return sorted(filter(os.path.isfile, glob.glob(source, recursive=True)))
+
+
+def read_stdlib(file, text_column, id_column):
+    """Yield the running Python's own library: one document a source file (tests and site-packages left out), and one
+    a topic of pydoc's help."""
     root = Path(sysconfig.get_path("stdlib"))
     skip = {"test", "tests", "idle_test", "site-packages", "dist-packages", "pydoc_data", "__pycache__"}
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root)
         if not skip & set(name.parts):
             try:
-                with tokenize.open(path) as file:  # honours a source file's own encoding line
-                    yield f"lib/{name.as_posix()}", file.read()
+                with tokenize.open(path) as source:  # honours a source file's own encoding line
+                    yield f"lib/{name.as_posix()}", source.read()
             except (SyntaxError, UnicodeDecodeError):
                 yield f"lib/{name.as_posix()}", None
     from pydoc_data.topics import topics
@@ -83,72 +126,215 @@ def read_stdlib():
         yield f"pydoc/{name}", text
 
 
-def read_parquet(path, text_column, id_column):
-    file = pq.ParquetFile(path)
+def read_parquet(file, text_column, id_column):
+    # Else the whole column of a row group, which may be all of a 2.3 GB file, would be in memory.
+    file = pq.ParquetFile(file, buffer_size=1 << 20, pre_buffer=False)
     if text_column not in file.schema_arrow.names:
-        raise ValueError(f"{path}: no column {text_column!r}; its columns are {', '.join(file.schema_arrow.names)}")
+        raise ValueError(f"no column {text_column!r}; --text_column can be {', '.join(file.schema_arrow.names)}")
     columns = [text_column] + [id_column] * (id_column in file.schema_arrow.names)
-    for batch in file.iter_batches(batch_size=1024, columns=columns):
-        # As bytes, because a column of strings may hold bytes that are not UTF-8, and one bad row must not cost the others.
-        texts = batch.column(0).cast(pa.large_binary()).to_pylist()
-        ids = batch.column(1).to_pylist() if len(columns) == 2 else [None] * len(texts)
-        yield from zip(ids, texts)
+    for group in range(file.num_row_groups):
+        rows = file.metadata.row_group(group)
+        n = BATCH_BYTES * rows.num_rows // (rows.total_byte_size + 1)
+        for batch in file.iter_batches(min(max(n, 1), 1024), [group], columns):
+            # As bytes: a column of strings may hold bytes that are not UTF-8, and one bad row must not cost the others.
+            texts = batch.column(0).cast(pa.large_binary()).to_pylist()
+            yield from zip(batch.column(1).to_pylist() if len(columns) == 2 else itertools.repeat(None), texts)
 
 
-def read_jsonl(path, text_column, id_column):
-    with open(path, encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
+def read_jsonl(file, text_column, id_column):
+    with io.BufferedReader(pa.input_stream(file), 1 << 20) as lines:  # Arrow decompresses .gz and .zst
+        for number, line in enumerate(lines, 1):
             if line.strip():
                 try:
-                    row = json.loads(line)
+                    row = json.loads(line.decode("utf-8-sig", "replace"))
                     yield row.get(id_column), row[text_column]
-                except (json.JSONDecodeError, KeyError, AttributeError) as error:
-                    raise ValueError(f"{path}:{number}: expected a JSON object with {text_column!r} ({error})") from None
+                except (ValueError, KeyError, AttributeError, RecursionError) as error:
+                    raise ValueError(f"line {number}: expected an object with {text_column!r} ({error!r})") from None
 
 
-def read_txt(path, text_column, id_column):
-    yield Path(path).name, Path(path).read_bytes()
+def read_txt(file, text_column, id_column):
+    for path in local_files(file):
+        yield Path(path).name, Path(path).read_bytes()
 
 
-READERS = {".parquet": read_parquet, ".jsonl": read_jsonl, ".txt": read_txt}
+READERS = {".parquet": read_parquet, ".jsonl": read_jsonl, ".jsonl.gz": read_jsonl, ".jsonl.zst": read_jsonl,
+           ".txt": read_txt}
 
 
-def read_documents(source, text_column="text", id_column="id", skipped=None):
-    """Yield the documents of one source file as (id str or None, text str), in order.
+def find_reader(name):
+    if name.startswith("stdlib "):
+        return read_stdlib
+    for ending, reader in READERS.items():
+        if (urlsplit(name).path if "://" in name else name).endswith(ending):
+            return reader
+    raise ValueError(f"{name}: expected a name that ends in {', '.join(READERS)}")
 
-    Bytes that are not UTF-8 and lone surrogates become U+FFFD. Null and empty texts are left out and counted by reason in
-    the dict skipped.
+
+def read_rows(name, file, text_column="text", id_column="id"):
+    """Yield the rows of the source called name (see find_sources), which is at file, a path or an open file, in order.
+
+    Raises ValueError, with the name, if it cannot be read.
     """
-    skipped = {} if skipped is None else skipped
-    rows = read_stdlib() if source == "stdlib" else READERS[Path(source).suffix](source, text_column, id_column)
     try:
-        for key, text in rows:
-            if not text:
-                reason = "null" if text is None else "empty"
-                skipped[reason] = skipped.get(reason, 0) + 1
-                continue
-            if isinstance(text, bytes):
-                text = text.decode("utf-8", "replace")
-            elif not text.isascii():
-                text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-            yield None if key is None else str(key), text
-    except (pa.ArrowInvalid, OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{source}: cannot be read ({str(error).splitlines()[0]}); replace the file and run again") from None
+        yield from find_reader(name)(file, text_column, id_column)
+    except (pa.ArrowException, OSError, ValueError) as error:
+        size = f"{os.path.getsize(file):,} bytes, " if isinstance(file, str) and os.path.isfile(file) else ""
+        raise ValueError(f"{name}: {size}cannot be read: {first_line(error)}; replace it and run again") from None
+
+
+def first_line(error):
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def clean_text(text):
+    """Return (text as a valid Unicode str, None), or (None, the reason to skip it)."""
+    if isinstance(text, bytes):
+        text = text.decode("utf-8", "replace")
+    if not text or not isinstance(text, str):
+        return None, "null" if text is None else "empty" if text == "" else "not text"
+    if not text.isascii():
+        text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    return text, None
 
 
 def is_held_out(key, text, seed, fraction):
     """Return whether a document belongs to val: blake2b-8 of its id (its text where it has none) and the seed, below
     fraction (the paper, "Data"). Python's own hash() would change from run to run."""
-    digest = hashlib.blake2b(f"{seed}:{text if key is None else key}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") < fraction * 2**64
+    name = f"{seed}:{text if key is None else key}".encode("utf-8", "replace")
+    return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big") < fraction * 2**64
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Fetching
+
+def fetch(name, downloads, keep, in_part=False):
+    """Return a source as a local path, downloaded if need be; or as an open remote file, if a part of it will do.
+
+    huggingface_hub does all that concerns the hub: its cache, mirror, token and offline variables, retries, resuming.
+    A download goes to the directory downloads, or with keep to the hub's own cache.
+    """
+    if name.startswith(("http://", "https://")):
+        return download(name, Path(downloads) / Path(urlsplit(name).path).name)
+    if not name.startswith("hf://"):
+        return name
+    match = re.fullmatch(r"hf://(datasets/)?([^/@]+/[^/@]+)@([^/]+)/(.+)", name)
+    if not match:
+        raise ValueError(f"{name}: expected hf://[datasets/]OWNER/REPOSITORY@REVISION/PATH")
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    import huggingface_hub as hub
+    where = dict(repo_id=match[2], filename=match[4], revision=match[3], repo_type="dataset" if match[1] else "model")
+    try:
+        if isinstance(cached := hub.try_to_load_from_cache(**where), str):
+            return cached
+        if in_part and name.endswith(".parquet"):
+            return hub.HfFileSystem().open(name, block_size=1 << 20)
+        return hub.hf_hub_download(**where, local_dir=None if keep else downloads)
+    except Exception as error:  # the hub's, httpx's and the system's own kinds, all the network's or the user's
+        raise ValueError(f"{name}: cannot be fetched: {first_line(error)}") from None
+
+
+def download(url, path):
+    """Fetch a URL to a path, which exists only when it is whole; return it as str. Goes on where an earlier try ended.
+
+    Waits and tries again after 408, 429 and 5xx (as long as Retry-After says), a broken body, or 30 s of silence.
+    Raises ValueError after DOWNLOAD_TRIES in a row without a new byte, or for another sha256 than the server gives.
+    """
+    import requests
+    from urllib3.util import Retry
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part, validator = path.with_name(path.name + ".part"), path.with_name(path.name + ".etag")
+    if path.exists():
+        path.replace(part)  # whole, or cut short by something else? The server will say
+    session, tries, most, total, sha256, failure = requests.Session(), 0, -1, None, None, None
+    session.mount(f"{urlsplit(url).scheme}://", requests.adapters.HTTPAdapter(max_retries=Retry(
+        DOWNLOAD_TRIES, connect=0, read=0, backoff_factor=0.5, backoff_jitter=0.5,
+        status_forcelist=(408, 429, 500, 502, 503, 504))))
+    while (size := part.stat().st_size if part.exists() else 0) != total:
+        tries, most = (0, size) if size > most else (tries + 1, most)
+        if tries == DOWNLOAD_TRIES:
+            raise ValueError(f"{url}: cannot be fetched, {tries} tries in a row brought nothing: {failure}")
+        time.sleep(min(2**tries - 1, 30))
+        headers = {"Accept-Encoding": "identity"}  # some servers drop Range where they compress
+        if size:
+            headers["Range"] = f"bytes={size}-"
+            if validator.exists():
+                headers["If-Range"] = validator.read_text()  # if the file changed meanwhile, the answer is all of it
+        try:
+            with session.get(url, headers=headers, stream=True, timeout=DOWNLOAD_TIMEOUT) as answer:
+                span = re.fullmatch(r"bytes (?:(\d+)-\d+|\*)/(\d+)", answer.headers.get("Content-Range", ""))
+                resumed = answer.status_code == 206 and span and span[1] == str(size)
+                if answer.status_code == 416 and span and span[2] == str(size):
+                    sha256 = find_sha256(session.head(url, timeout=DOWNLOAD_TIMEOUT, allow_redirects=True).headers)
+                    break
+                if answer.status_code in (206, 416) and not resumed:
+                    part.unlink(missing_ok=True)
+                    raise requests.ConnectionError(f"answer {answer.status_code} does not fit what was asked for")
+                answer.raise_for_status()
+                total = int(span[2]) if resumed else int(answer.headers.get("Content-Length", -1))
+                sha256 = find_sha256(answer.headers)
+                if not resumed:
+                    validator.write_text(answer.headers.get("ETag") or answer.headers.get("Last-Modified", ""))
+                with open(part, "ab" if resumed else "wb") as file:
+                    for chunk in answer.iter_content(1 << 16):  # a chunk that breaks is lost
+                        file.write(chunk)
+                if total == -1:  # no length was given, and the body ended as a body should
+                    break
+        except (requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError) as error:
+            failure = first_line(error)
+            print(f"{url}: {failure}; trying again", file=sys.stderr)
+        except requests.RequestException as error:
+            raise ValueError(f"{url}: cannot be fetched: {first_line(error)}") from None
+    if sha256 and sha256 != sha256_of(part):
+        part.unlink()
+        raise ValueError(f"{url}: what came has not the sha256 that the server gives ({sha256}); run again")
+    validator.unlink(missing_ok=True)
+    return str(part.replace(path))
+
+
+def find_sha256(headers):
+    """Return the sha256 (hexadecimal) of the whole file if an HTTP answer's headers give it, else None."""
+    if match := re.search(r"sha-256=:?([A-Za-z0-9+/]{43}=)", headers.get("Repr-Digest", headers.get("Digest", ""))):
+        return base64.b64decode(match[1]).hex()
+    match = re.fullmatch(r'"([0-9a-f]{64})"', headers.get("ETag", ""))  # as the Hugging Face hub does for large files
+    return match and match[1]
+
+
+def sha256_of(*paths):
+    """Return the sha256 (hexadecimal) of the contents of files, one after another."""
+    sha256 = hashlib.sha256()
+    for path in paths:
+        with open(path, "rb") as file:
+            while block := file.read(1 << 20):
+                sha256.update(block)
+    return sha256.hexdigest()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Tokenizer
 
+class Utf16:
+    """The predecessor's character-level regime: ids are a text's UTF-16 code units, so V = 65,536 and nothing is lost.
+
+    The end of text is U+FFFF, which Unicode keeps free of characters; a document that holds it is skipped and counted.
+    In a data directory it is the tokenizer.json UTF16_JSON, so that later stages load it as they load any other.
+    """
+    eot_id = 0xFFFF
+
+    def encode(self, text, add_special_tokens=False):
+        return SimpleNamespace(ids=np.frombuffer(text.encode("utf-16-le"), "<u2").tolist())
+
+    def decode(self, ids, skip_special_tokens=True):
+        ids = [i for i in ids if not (skip_special_tokens and i == self.eot_id)]
+        return np.array(ids, "<u2").tobytes().decode("utf-16-le", "replace")
+
+
+UTF16_JSON = b'{"model": {"type": "utf16"}}'
+
+
 def train_tokenizer(texts, vocab_size):
-    """Return a byte-level BPE Tokenizer of up to vocab_size ids trained on texts: id 0 is the end of text, then 256 bytes,
-    then merges; single digits are split, as SmolLM2's are."""
+    """Return a byte-level BPE Tokenizer of up to vocab_size ids trained on texts: id 0 is the end of text, then 256
+    bytes, then merges; single digits are split, as SmolLM2's are."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
@@ -160,34 +346,43 @@ def train_tokenizer(texts, vocab_size):
 
 
 def load_tokenizer(path):
-    """Return the Tokenizer of a tokenizer.json, set to encode text as ordinary text, whole and unpadded.
+    """Return the Tokenizer (or Utf16) of a tokenizer.json, set to encode text as ordinary text, whole and unpadded.
 
     Raises FileNotFoundError, or ValueError if its ids do not fit in uint16 or it is not a byte-level BPE.
     """
     if not Path(path).is_file():
         raise FileNotFoundError(f"{path}: no such tokenizer file")
+    if Path(path).read_bytes() == UTF16_JSON:
+        return Utf16()
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises bare Exception
-        raise ValueError(f"{path}: not a tokenizer.json ({error})") from None
+        raise ValueError(f"{path}: not a tokenizer.json ({first_line(error)})") from None
     tokenizer.encode_special_tokens = True
     tokenizer.no_truncation()
     tokenizer.no_padding()
     if (size := vocab_size(tokenizer)) > MAX_VOCAB_SIZE:
         raise ValueError(f"{path}: {size:,} ids; expected at most {MAX_VOCAB_SIZE:,}, since ids are stored as uint16")
     if not isinstance(tokenizer.decoder, decoders.ByteLevel):
-        raise ValueError(f"{path}: expected a byte-level BPE tokenizer (its decoder is {type(tokenizer.decoder).__name__})")
+        raise ValueError(f"{path}: expected a byte-level BPE (its decoder is {type(tokenizer.decoder).__name__})")
     return tokenizer
 
 
 def vocab_size(tokenizer):
     """Return the highest id + 1, added tokens included: the rows that a table or a head needs."""
+    if isinstance(tokenizer, Utf16):
+        return MAX_VOCAB_SIZE
     return max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
 
 def token_bytes(tokenizer):
-    """Return how many bytes of text each id stands for: int64 [V]; special tokens stand for none."""
-    sizes = np.zeros(vocab_size(tokenizer), np.int64)
+    """Return how many bytes of UTF-8 text each id stands for: int64 [V]; special tokens stand for none."""
+    sizes = np.full(vocab_size(tokenizer), 3 * isinstance(tokenizer, Utf16), np.int64)
+    if isinstance(tokenizer, Utf16):
+        sizes[:0x800], sizes[:0x80] = 2, 1
+        sizes[0xD800:0xE000] = 2  # a surrogate pair is one character of 4 bytes
+        sizes[tokenizer.eot_id] = 0
+        return sizes
     for token, i in tokenizer.get_vocab(with_added_tokens=False).items():
         sizes[i] = len(token)  # the byte-level alphabet writes each byte as one character
     for i, added in tokenizer.get_added_tokens_decoder().items():
@@ -195,40 +390,172 @@ def token_bytes(tokenizer):
     return sizes
 
 
-def find_tokenizer(name, out, train_texts):
-    """Return (path, revision) of the tokenizer.json that --tokenizer names.
-
-    Args:
-        name: train:N (trained on train_texts() and written to out), a path, or a Hugging Face repository[@revision].
-    """
-    if name.startswith("train:"):
-        if not (name[6:].isdigit() and 257 < int(name[6:]) <= MAX_VOCAB_SIZE):
-            raise ValueError(f"--tokenizer={name}: expected train:N with N from 258 to {MAX_VOCAB_SIZE}")
-        path = Path(out) / "tokenizer.json"
-        if not path.exists():
-            print(f"training a byte-level BPE tokenizer of {name[6:]} ids on the train documents")
-            write_whole(path, train_tokenizer(train_texts(), int(name[6:])).to_str(pretty=True).encode())
-        return path, None
-    if name.endswith(".json") or Path(name).exists():
-        return Path(name), None
-    from huggingface_hub import hf_hub_download
-    repository, _, revision = name.partition("@")
-    revision = revision or PINNED_REVISIONS.get(repository)
-    if revision is None:
-        raise ValueError(f"--tokenizer={name}: expected a pinned revision, as in {name}@COMMIT (or a tokenizer.json path)")
-    try:
-        return Path(hf_hub_download(repository, "tokenizer.json", revision=revision)), revision
-    except Exception as error:
-        raise ValueError(f"--tokenizer={name}: cannot be fetched ({str(error).splitlines()[0]}); "
-                         "give the path of a tokenizer.json instead") from None
-
-
 def find_eot(tokenizer):
     """Return the id that ends each document. Raises ValueError if the tokenizer has none."""
+    if isinstance(tokenizer, Utf16):
+        return tokenizer.eot_id
     for token in (EOT, "<|end_of_text|>", "</s>", "<eos>"):
         if (i := tokenizer.token_to_id(token)) is not None:
             return i
     raise ValueError(f"the tokenizer has no end-of-text token (such as {EOT})")
+
+
+def find_tokenizer(name, out, train_texts):
+    """Return the path of the tokenizer.json that --tokenizer names.
+
+    Args:
+        name: train:N (trained on train_texts() and written to out), utf16 (written to out), a path, or a Hugging Face
+            OWNER/REPOSITORY@REVISION.
+    """
+    if name.startswith("train:") or name == "utf16":
+        path, size = Path(out) / "tokenizer.json", name.removeprefix("train:")
+        if name != "utf16" and not (size.isdigit() and 257 < int(size) <= MAX_VOCAB_SIZE):
+            raise ValueError(f"--tokenizer={name}: expected train:N with N from 258 to {MAX_VOCAB_SIZE}")
+        if not (Path(out) / "meta.json").exists():  # else it is the one that made the shards there
+            if name != "utf16":
+                print(f"training a byte-level BPE tokenizer of {size} ids on the train documents", flush=True)
+            write_whole(path, UTF16_JSON if name == "utf16" else
+                        train_tokenizer(train_texts(), int(size)).to_str(pretty=True).encode())
+        return path
+    if name.endswith(".json") or Path(name).exists():
+        return Path(name)
+    if not re.fullmatch(r"[^/@]+/[^/@]+@[^/@]+", name):
+        raise ValueError(f"--tokenizer={name}: no such file; expected train:N, utf16, a tokenizer.json, or "
+                         f"OWNER/REPOSITORY@REVISION such as {SMOLLM2}")
+    return Path(fetch(f"hf://{name}/tokenizer.json", out, keep=True))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The same ids, faster: tiktoken in place of tokenizers wherever that provably changes nothing
+
+PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]  # GPT-2's byte-level alphabet: these are themselves,
+OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]    # and these are U+0100 and up
+BYTES = {chr(byte): byte for byte in PRINTABLE} | {chr(256 + n): byte for n, byte in enumerate(OTHERS)}
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
+DIGITS = {"type": "Digits", "individual_digits": True}
+PATTERNS = [  # pre-tokenizers, and the one regular expression that cuts as they do
+    ([BYTE_LEVEL], r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"),
+    # Where Digits has cut, ByteLevel sees an end of text: so a digit ends a run of spaces as the end would.
+    ([DIGITS, BYTE_LEVEL], r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?![^\s\p{N}])|\s+"),
+]
+
+
+def find_twin(tokenizer):
+    """Return (pattern, ranks bytes -> id) with which tiktoken gives exactly the ids of a Tokenizer.
+
+    tiktoken joins any two neighbours that together are a token, lowest id first; tokenizers joins the two that a merge
+    names, first merge first. That is the same if (1) ids rise in the order of the merges, each of which makes a token
+    of its own out of bytes and earlier tokens, and (2) every token, alone, is encoded as itself. For take the first
+    join where they differ: neighbours x y make token t, whose merge is a b. Nothing has been joined across the ends of
+    t, so within them all is as if t stood alone, and then by (2) what stands there is a b.
+
+    Bytes without a token (SmolLM2 has 21) get ids over 65,535; make_encoder leaves texts that have such to tokenizers.
+    Raises ValueError, saying what stands in the way.
+    """
+    spec = json.loads(tokenizer.to_str())
+    model, step = spec["model"], spec["pre_tokenizer"] or {}
+    steps = [{k: v for k, v in step.items() if k != "trim_offsets"} for step in step.get("pretokenizers", [step])]
+    pattern = next((pattern for shape, pattern in PATTERNS if shape == steps), None)
+    if pattern is None:
+        raise ValueError("another pre-tokenizer than ByteLevel, or Digits and ByteLevel")
+    if spec["normalizer"] or any(not token["special"] for token in spec["added_tokens"]):
+        raise ValueError("a normalizer, or added tokens that are not special")
+    if model["type"] != "BPE" or any(map(model.get, ("dropout", "continuing_subword_prefix", "end_of_word_suffix",
+                                                     "ignore_merges"))):
+        raise ValueError("another model than plain BPE")
+    ranks, last = {token: model["vocab"][token] for token in BYTES if token in model["vocab"]}, -1
+    for a, b in model["merges"]:
+        if a not in ranks or b not in ranks or model["vocab"][a + b] <= last:
+            raise ValueError(f"a merge out of order, {a!r} and {b!r}")
+        last = ranks[a + b] = model["vocab"][a + b]
+    for token, i in ranks.items():
+        if [part.id for part in tokenizer.model.tokenize(token)] != [i]:
+            raise ValueError(f"a token not encoded as itself, {token!r}")
+    twin = pattern, {bytes([byte]): MAX_VOCAB_SIZE + byte for byte in range(256)} | {
+        bytes(BYTES[character] for character in token): i for token, i in ranks.items()}
+    # What the proof takes for granted: that the two libraries mean the same by a letter, a digit and a space.
+    plain, fast = make_encoder(tokenizer), make_encoder(tokenizer, twin)
+    for start in range(0, 0x3400, 64):
+        block = "".join(map(chr, range(start, start + 64)))
+        if not np.array_equal(plain(text := f"{block} a1 {block[::-1]}"), fast(text)):
+            raise ValueError(f"other ids in tiktoken for characters from U+{start:04X}")
+    return twin
+
+
+def make_encoder(tokenizer, twin=None):
+    """Return the function from a text to its ids, an integer array, or None for a text that has no ids (see Utf16)."""
+    if isinstance(tokenizer, Utf16):
+        return lambda text: np.frombuffer(text.encode("utf-16-le"), "<u2") if "\uffff" not in text else None
+
+    def plain(text):  # encode_batch_fast, because encode also finds each token's place in the text
+        return np.array(tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids, np.uint32)
+
+    if twin is None:
+        return plain
+    encoding = tiktoken.Encoding("twin", pat_str=twin[0], mergeable_ranks=twin[1], special_tokens={})
+
+    def fast(text):
+        try:
+            ids = encoding.encode_to_numpy(text)
+        except ValueError:  # its regular expressions give up on some hundred thousand spaces in a row
+            return plain(text)
+        return ids if ids.max(initial=0) < MAX_VOCAB_SIZE else plain(text)  # tokenizers drops a byte without a token
+    return fast
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Worker processes: rows in, token ids out
+
+def start_worker(tokenizer_path, twin, eot_id, split_seed, val_fraction):
+    """Make this process ready for encode_batch."""
+    global worker
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    worker = SimpleNamespace(encode=make_encoder(load_tokenizer(tokenizer_path), twin),
+                             end=np.array([eot_id], np.uint32),
+                             split=(split_seed, val_fraction))
+    if parent := multiprocessing.parent_process():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to handle; and if that is killed, so is this:
+        threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+
+
+def encode_batch(rows):
+    """Encode a list of rows (id, text); return (Counter of skipped rows by reason, and for train and val the ids,
+    uint16 as bytes, the lengths in ids of the documents and the bytes of their texts). Anything else than a list is a
+    mark in the stream of jobs, and comes back as it is."""
+    if not isinstance(rows, list):
+        return rows
+    skipped, sides = Counter(), [([], [], []), ([], [], [])]
+    for key, text in rows:
+        text, reason = clean_text(text)
+        if text and (ids := worker.encode(text)) is None:
+            reason = "holds the end of text"
+        if reason:
+            skipped[reason] += 1
+            continue
+        arrays, lengths, sizes = sides[is_held_out(key, text, *worker.split)]
+        arrays += (ids, worker.end)
+        lengths.append(len(ids) + 1)
+        sizes.append(len(text.encode()))
+    return skipped, [(np.concatenate(arrays).astype("<u2").tobytes() if arrays else b"", lengths, sum(sizes))
+                     for arrays, lengths, sizes in sides]
+
+
+def encode_in_order(jobs, workers, settings):
+    """Yield (number, encode_batch(job)) for each (number, job), in order; few jobs are on their way at a time."""
+    if workers == 1:
+        start_worker(*settings)
+        yield from ((number, encode_batch(job)) for number, job in jobs)
+        return
+    # spawn: forking a process whose libraries have started threads can hang the child
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), start_worker, settings) as pool:
+        pending = deque()
+        for number, job in jobs:
+            pending.append((number, pool.submit(encode_batch, job)))
+            if len(pending) > 2 * workers + 2:
+                number, result = pending.popleft()
+                yield number, result.result()
+        for number, result in pending:
+            yield number, result.result()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -245,6 +572,10 @@ def write_whole(path, data):
     aside.replace(path)
 
 
+def write_meta(out, meta):
+    write_whole(Path(out) / "meta.json", json.dumps(meta, indent=1).encode())
+
+
 def document_starts(lengths):
     """Return int64 [n + 1]: where each document starts, and the end. In 64 bits, whatever the lengths came in."""
     return np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
@@ -257,16 +588,14 @@ class ShardWriter:
         self.path = Path(out) / split / f"{number:05d}.bin"
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.aside = self.path.with_name(self.path.name + ".tmp")
-        self.file = open(self.aside, "wb")
-        self.sha256 = hashlib.sha256()
+        self.file, self.sha256 = open(self.aside, "wb"), hashlib.sha256()
         self.lengths, self.bytes = [], 0
 
-    def add(self, ids, n_bytes):
-        """Append one document: its ids with the end of text, and the bytes of its text."""
-        data = np.asarray(ids, dtype="<u2").tobytes()
-        self.file.write(data)
-        self.sha256.update(data)
-        self.lengths.append(len(ids))
+    def add(self, ids, lengths, n_bytes):
+        """Append documents: their ids (uint16 as bytes), their lengths in ids, the bytes of their texts."""
+        self.file.write(ids)
+        self.sha256.update(ids)
+        self.lengths += lengths
         self.bytes += n_bytes
 
     def close(self):
@@ -279,43 +608,120 @@ class ShardWriter:
             write_whole(self.path.with_suffix(".idx"), index)
             self.aside.replace(self.path)
         else:
-            self.aside.unlink()
+            for path in (self.aside, self.path, self.path.with_suffix(".idx")):  # also what a killed run may have left
+                path.unlink(missing_ok=True)
         return {"documents": len(self.lengths), "tokens": sum(self.lengths), "bytes": self.bytes,
                 "longest": max(self.lengths, default=0), "bin_sha256": self.sha256.hexdigest(),
                 "idx_sha256": hashlib.sha256(index).hexdigest()}
 
 
-def batches(documents):
-    """Group (id, text) pairs into lists that are short in documents and in bytes."""
+def source_facts(file):
+    """Return what meta.json keeps of a source: its size and sha256, or None for what is not a local file."""
+    paths = local_files(file) if isinstance(file, str) else []
+    return {"size": sum(map(os.path.getsize, paths)) if paths else None, "sha256": sha256_of(*paths) if paths else None}
+
+
+def fetch_ahead(names, args):
+    """Yield (file, source_facts(file)) or (the error, None) for each source, while the next one is being fetched."""
+    ready = queue.Queue(1)
+
+    def work():
+        for name in names:
+            try:
+                file = fetch(name, f"{args.out}/downloads", args.keep_downloads, args.max_documents is not None)
+                ready.put((file, source_facts(file)))
+            except Exception as error:
+                ready.put((error, None))
+
+    threading.Thread(target=work, daemon=True).start()  # a daemon: an error elsewhere must not wait for a download
+    for _ in names:
+        yield ready.get()
+
+
+def batches(rows):
+    """Group rows into lists that are short in documents and in bytes."""
     batch, size = [], 0
-    for key, text in documents:
-        batch.append((key, text))
-        size += len(text)
+    for row in rows:
+        batch.append(row)
+        size += len(row[1]) if isinstance(row[1], (bytes, str)) else 0
         if len(batch) == BATCH_DOCUMENTS or size > BATCH_BYTES:
             yield batch
             batch, size = [], 0
-    if batch:
-        yield batch
+    yield batch
 
 
-def write_shards(out, number, source, tokenizer, eot_id, args):
-    """Encode one source file into its train and val shard; return its entry in meta.json."""
-    skipped = {}
-    sha256 = hashlib.sha256()
-    writers = {split: ShardWriter(out, split, number) for split in SPLITS}
-    documents = read_documents(source, args.text_column, args.id_column, skipped)
-    bar = tqdm(desc=f"shard {number:05d}", unit=" documents", unit_scale=True, disable=None)
-    for batch in batches(documents):
-        encodings = tokenizer.encode_batch_fast([text for _, text in batch], add_special_tokens=False)
-        for (key, text), encoding in zip(batch, encodings):
-            data = text.encode()
-            sha256.update(data)
-            split = SPLITS[is_held_out(key, text, args.split_seed, args.val_fraction)]
-            writers[split].add(encoding.ids + [eot_id], len(data))
-        bar.update(len(batch))
-    bar.close()
-    return {"source": source, "text_sha256": sha256.hexdigest(), "skipped": skipped,
-            **{split: writer.close() for split, writer in writers.items()}}
+def read_jobs(meta, args, keep):
+    """Yield (number, rows) for every source without a shard, a list at a time, and at its end (number, source_facts).
+
+    An error is yielded in its place: raised, it would cost the shards whose rows are still on their way. A download is
+    deleted after its last row unless it is to be kept.
+    """
+    downloads, left = Path(args.out, "downloads").resolve(), args.max_documents or sys.maxsize
+    files = fetch_ahead([name for name, shard in zip(meta["sources"], meta["shards"]) if not shard], args)
+    for number, (name, shard) in enumerate(zip(meta["sources"], meta["shards"])):
+        if shard:
+            left -= sum(shard["skipped"].values()) + sum(shard[split]["documents"] for split in SPLITS)
+        elif left:
+            file, facts = next(files)
+            try:
+                if isinstance(file, Exception):
+                    raise file
+                for batch in batches(itertools.islice(read_rows(name, file, args.text_column, args.id_column), left)):
+                    left -= len(batch)
+                    yield number, batch
+            except (ValueError, OSError) as error:
+                yield number, error
+                return
+            yield number, facts
+            if "://" in name and not keep and isinstance(file, str) and Path(file).resolve().is_relative_to(downloads):
+                os.remove(file)
+
+
+def write_shards(meta, settings, args):
+    """Encode every source without a shard into its train and val shard; meta.json tells of each once it is whole."""
+    shards, writers, documents, tokens, start = meta["shards"], None, 0, 0, time.monotonic()
+    todo = shards.count(None)
+    with tqdm(total=len(shards), initial=len(shards) - todo, unit=" shards", disable=None) as shard_bar, \
+            tqdm(total=count_rows(meta, args), unit=" documents", unit_scale=True, disable=None) as bar:
+        for number, result in encode_in_order(read_jobs(meta, args, args.keep_downloads), args.workers, settings):
+            if isinstance(result, Exception):
+                raise result
+            if writers is None:
+                writers, skipped = [ShardWriter(args.out, split, number) for split in SPLITS], Counter()
+            if isinstance(result, tuple):
+                skipped += result[0]
+                for writer, (ids, lengths, n_bytes) in zip(writers, result[1]):
+                    writer.add(ids, lengths, n_bytes)
+                    documents += len(lengths)
+                    tokens += sum(lengths)
+                bar.update(documents - bar.n)
+                bar.set_postfix_str(f"{tokens / (time.monotonic() - start):,.0f} tokens/s")
+                continue
+            shards[number] = {"source": meta["sources"][number], **result, "skipped": dict(sorted(skipped.items())),
+                              **{split: writer.close() for split, writer in zip(SPLITS, writers)}}
+            writers = None
+            write_meta(args.out, meta)
+            shard_bar.update()
+            if bar.disable:  # not a terminal
+                seconds = time.monotonic() - start
+                part = documents / bar.total if bar.total else 1 - shards.count(None) / todo
+                print(f"shard {number + 1}/{len(shards)}: {documents:,} documents, {tokens:,} tokens so far, "
+                      f"{documents / seconds:,.0f} documents/s, {tokens / seconds:,.0f} tokens/s, "
+                      f"{seconds * (1 - part) / max(part, 1e-9):,.0f} s left", flush=True)
+    if None in shards:  # --max_documents was reached before them
+        del meta["sources"][shards.index(None):], shards[shards.index(None):]
+        write_meta(args.out, meta)
+
+
+def count_rows(meta, args):
+    """Return how many rows are still to be read, for the progress bar; None where only reading them all would tell."""
+    names = [name for name, shard in zip(meta["sources"], meta["shards"]) if not shard]
+    if args.max_documents or not all(name.endswith(".parquet") and "://" not in name for name in names):
+        return args.max_documents
+    try:
+        return sum(pq.read_metadata(name).num_rows for name in names)
+    except (pa.ArrowException, OSError):
+        return None  # read_rows will say which and why
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -325,10 +731,15 @@ def read_meta(data_dir):
     """Return the meta.json of a prepared directory. Raises FileNotFoundError or ValueError, saying what to type."""
     path = Path(data_dir) / "meta.json"
     if not path.is_file():
-        raise FileNotFoundError(f"{data_dir}: no prepared data here; run python prepare.py --out={data_dir} (or give --data=DIR)")
-    meta = json.loads(path.read_text())
-    if meta["format"] != FORMAT:
-        raise ValueError(f"{path}: format {meta['format']}; expected {FORMAT}; prepare the data again")
+        raise FileNotFoundError(f"{data_dir}: no prepared data here; run python prepare.py --out={data_dir} "
+                                "(or give --data=DIR)")
+    try:
+        meta = json.loads(path.read_text())
+        found = meta["format"]
+    except (ValueError, KeyError, TypeError):
+        found = "unreadable"
+    if found != FORMAT:
+        raise ValueError(f"{path}: format {found}; expected {FORMAT}; delete {data_dir} and prepare it again")
     return meta
 
 
@@ -339,16 +750,15 @@ class Shard:
     """
 
     def __init__(self, data_dir, split, number, meta):
-        entry = meta["shards"][number][split]
+        self.entry, self.tokenizer = meta["shards"][number][split], meta["tokenizer"]
         self.name = f"{split}/{number:05d}"
         self.path = Path(data_dir) / split / f"{number:05d}.bin"
-        self.documents, self.tokens, self.longest = entry["documents"], entry["tokens"], entry["longest"]
-        self.eot_id = meta["tokenizer"]["eot_id"]
+        self.documents, self.tokens, self.longest = (self.entry[key] for key in ("documents", "tokens", "longest"))
         for path, size in ((self.path, 2 * self.tokens), (self.path.with_suffix(".idx"), 8 * (self.documents + 1))):
             found = path.stat().st_size if path.is_file() else None
             if found != size:
-                raise ValueError(f"{path}: {'missing' if found is None else f'{found:,} bytes'}; expected {size:,} bytes; "
-                                 f"delete {data_dir} and prepare it again")
+                found = "missing" if found is None else f"{found:,} bytes"
+                raise ValueError(f"{path}: {found}; expected {size:,} bytes; {REPAIR}")
 
     def map(self):
         """Return (tokens uint16 [n_tokens], starts int64 [n_documents + 1]), memory-mapped read-only.
@@ -357,109 +767,246 @@ class Shard:
         """
         tokens = np.memmap(self.path, dtype="<u2", mode="r")
         starts = np.memmap(self.path.with_suffix(".idx"), dtype="<i8", mode="r")
-        lengths = np.diff(starts)
         # A document ends in the end of text; a thousand of them tell a swapped file without reading it all.
-        ends = starts[1:][:: max(1, self.documents // 1000)] - 1
-        if starts[0] != 0 or starts[-1] != self.tokens or lengths.min() < 1 or (tokens[ends] != self.eot_id).any():
-            raise ValueError(f"{self.path}: its index does not belong to it; delete {self.path.parent.parent} and prepare it again")
+        sample = starts[1:][:: max(1, self.documents // 1000)] - 1
+        if (starts[0] != 0 or starts[-1] != self.tokens or np.diff(starts).min() < 1
+                or (tokens[sample] != self.tokenizer["eot_id"]).any()):
+            raise ValueError(f"{self.path}: its index does not belong to it; {REPAIR}")
         return tokens, starts
+
+    def verify(self):
+        """Read it all; raise ValueError unless it is what was written: index, sha256 of both files, ids below V."""
+        tokens, _ = self.map()
+        for path, key in ((self.path, "bin_sha256"), (self.path.with_suffix(".idx"), "idx_sha256")):
+            if sha256_of(path) != self.entry[key]:
+                raise ValueError(f"{path}: its sha256 is not the one in meta.json; {REPAIR}")
+        if (V := self.tokenizer["vocab_size"]) <= tokens.max():
+            raise ValueError(f"{self.path}: id {tokens.max()}; expected ids below vocab_size {V}")
 
 
 def open_shards(data_dir, split):
-    """Return the Shards of a split that hold documents. Raises ValueError for a missing or cut file or unfinished data."""
+    """Return the Shards of a split that hold documents. Raises ValueError for missing, cut or unfinished data."""
     meta = read_meta(data_dir)
-    if len(meta["shards"]) < len(meta["sources"]):
-        raise ValueError(f"{data_dir}: {len(meta['shards'])} of {len(meta['sources'])} source files are done; "
+    if undone := meta["shards"].count(None):
+        raise ValueError(f"{data_dir}: {undone} of {len(meta['shards'])} source files are not done yet; "
                          "run the same prepare.py command again to finish")
-    return [Shard(data_dir, split, number, meta) for number, entry in enumerate(meta["shards"]) if entry[split]["documents"]]
+    return [Shard(data_dir, split, number, meta) for number, shard in enumerate(meta["shards"])
+            if shard[split]["documents"]]
+
+
+def find_damage(data_dir, meta, workers):
+    """Return {number: what is wrong} of the shards that are not, byte for byte, what meta.json says."""
+    def examine(number):
+        try:
+            for split in SPLITS:
+                if meta["shards"][number] and meta["shards"][number][split]["documents"]:
+                    Shard(data_dir, split, number, meta).verify()
+        except (ValueError, OSError, IndexError) as error:
+            return str(error)
+
+    numbers = range(len(meta["shards"]))
+    with ThreadPoolExecutor(workers) as pool:  # threads, because hashing and numpy let others run
+        found = list(tqdm(pool.map(examine, numbers), total=len(numbers), desc="verifying", disable=None))
+    return {number: error for number, error in zip(numbers, found) if error}
+
+
+def print_stats(data_dir, histogram=False):
+    """Print what a prepared directory holds: documents, tokens, and how many of them are long enough to train on."""
+    meta, limits, powers = read_meta(data_dir), (0, *BLOCK_SIZES), np.zeros(32, np.int64)
+    skipped = sum((Counter(shard["skipped"]) for shard in meta["shards"]), Counter())
+    print(f"{data_dir}: {len(meta['shards'])} source files, tokenizer {meta['tokenizer']['name']}, "
+          f"vocab_size {meta['tokenizer']['vocab_size']:,}; rows skipped: "
+          + (", ".join(f"{n:,} {reason}" for reason, n in sorted(skipped.items())) or "none"))
+    table = np.zeros((2, len(limits), 2), np.int64)  # split, limit, documents and tokens
+    for side, split in enumerate(SPLITS):
+        for shard in open_shards(data_dir, split):
+            lengths = np.diff(shard.map()[1])
+            table[side] += [((lengths > limit).sum(), lengths[lengths > limit].sum()) for limit in limits]
+            powers += np.bincount(np.frexp(lengths)[1] - 1, minlength=32)  # by floor(log2)
+    print(f"{'':26}{'train documents':>16}{'tokens':>18}{'val documents':>16}{'tokens':>18}")
+    for row, limit in enumerate(limits):
+        print(f"{f'of more than {limit:,} tokens' if limit else 'all':26}"
+              + "".join(f"{documents:16,}{tokens:18,}" for documents, tokens in table[:, row].tolist()))
+    n_bytes = [sum(shard[split]["bytes"] for shard in meta["shards"]) for split in SPLITS]
+    print(f"{'bytes per token':26}" + "".join(f"{n / max(n_tokens, 1):34.3f}"
+                                              for n, n_tokens in zip(n_bytes, table[:, 0, 1])))
+    if not table[0, 0, 0]:
+        print("train: no document; train.py will have nothing to learn from")
+    if not table[1, 0, 0]:
+        print("val: no document; train.py will not evaluate (a larger --val_fraction holds documents out)")
+    if histogram:
+        print("\ntokens in a document          documents, train and val")
+        for power in np.flatnonzero(powers).tolist():
+            n = int(powers[power])
+            print(f"{1 << power:9,} to {(2 << power) - 1:9,}{n:17,}  {'#' * (50 * n // int(powers.max()))}")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 
-def print_summary(data_dir):
-    """Print what a prepared directory holds: documents, tokens, and how many documents are long enough to train on."""
-    meta = read_meta(data_dir)
-    skipped = {}
-    for entry in meta["shards"]:
-        for reason, n in entry["skipped"].items():
-            skipped[reason] = skipped.get(reason, 0) + n
-    print(f"{data_dir}: tokenizer {meta['tokenizer']['name']}, vocab_size {meta['tokenizer']['vocab_size']:,}; "
-          f"rows skipped: {', '.join(f'{n:,} {reason}' for reason, n in skipped.items()) or 'none'}")
-    print(f"{'':5} {'documents':>13} {'tokens':>16} {'bytes/token':>11}   documents of more than T tokens, T = "
-          + " ".join(f"{size:>9}" for size in SUMMARY_BLOCK_SIZES))
-    for split in SPLITS:
-        entries = [entry[split] for entry in meta["shards"]]
-        tokens = sum(entry["tokens"] for entry in entries)
-        lengths = [np.diff(shard.map()[1]) for shard in open_shards(data_dir, split)]
-        eligible = [sum(int((n > size).sum()) for n in lengths) for size in SUMMARY_BLOCK_SIZES]
-        print(f"{split:5} {sum(e['documents'] for e in entries):13,} {tokens:16,} "
-              f"{sum(e['bytes'] for e in entries) / max(tokens, 1):11.3f}   {'':37}"
-              + " ".join(f"{n:9,}" for n in eligible))
-        if not tokens:
-            print(f"{split}: no document; train.py will " + ("have nothing to learn from" if split == "train"
-                  else "not evaluate (a larger --val_fraction holds documents out)"))
-
-
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__, usage=argparse.SUPPRESS, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--source", default="stdlib", help="stdlib, or .parquet, .jsonl, .txt paths or a glob (default: %(default)s)")
-    parser.add_argument("--tokenizer", help="train:N, a tokenizer.json, or a Hugging Face repository[@revision] "
-                        "(default: train:3072 for stdlib, else HuggingFaceTB/SmolLM2-1.7B)")
-    parser.add_argument("--out", help="directory to write (default: data/stdlib, else data/ and the source's name)")
-    parser.add_argument("--val_fraction", type=float, help="share of documents held out (default: 0.05 for stdlib, else 0.001)")
-    parser.add_argument("--split_seed", type=int, default=0, help="seed of the split (default: %(default)s)")
-    parser.add_argument("--text_column", default="text", help="name of the text column (default: %(default)s)")
-    parser.add_argument("--id_column", default="id", help="name of the id column; documents without one are split by their "
-                        "text (default: %(default)s)")
+    group = parser.add_argument_group("documents")
+    group.add_argument("--source", default="stdlib", help="stdlib, fineweb-edu, an http(s) or hf:// URL, or a path or "
+                       "glob of .parquet, .jsonl, .jsonl.gz, .jsonl.zst or .txt files (default: %(default)s)")
+    group.add_argument("--shards", help="A:B, take only the source files numbered A to B - 1 (default: all)")
+    group.add_argument("--max_documents", type=int, help="take only the first so many documents (default: all)")
+    group.add_argument("--text_column", default="text", help="name of the text column (default: %(default)s)")
+    group.add_argument("--id_column", default="id", help="name of the id column; documents without one are split by "
+                       "their text (default: %(default)s)")
+    group = parser.add_argument_group("what becomes of them")
+    group.add_argument("--tokenizer", help="train:N, utf16, a tokenizer.json, or a Hugging Face "
+                       f"OWNER/REPOSITORY@REVISION (default: train:3072 for stdlib, else {SMOLLM2})")
+    group.add_argument("--val_fraction", type=float, help="share held out (default: 0.05 for stdlib, else 0.001)")
+    group.add_argument("--split_seed", type=int, default=0, help="seed of the split (default: %(default)s)")
+    group.add_argument("--out", help="directory to write (default: data/ and the source's name)")
+    group.add_argument("--workers", type=int, default=os.cpu_count(), help="processes (default: the %(default)s cores)")
+    group.add_argument("--keep_downloads", action="store_true", help="do not delete downloaded files after use")
+    group = parser.add_argument_group("instead of preparing")
+    group.add_argument("--check", metavar="DIR", help="verify every shard of a prepared directory")
+    group.add_argument("--stats", action="store_true", help="with --check: print its size and its documents' lengths")
     args = parser.parse_args()
     embedded = args.source == "stdlib"
-    args.tokenizer = args.tokenizer or ("train:3072" if embedded else "HuggingFaceTB/SmolLM2-1.7B")
+    args.tokenizer = args.tokenizer or ("train:3072" if embedded else SMOLLM2)
     args.out = args.out or f"data/{Path(args.source).name.split('.')[0].replace('*', '') or 'corpus'}"
     args.val_fraction = (0.05 if embedded else 0.001) if args.val_fraction is None else args.val_fraction
     if not 0 <= args.val_fraction < 1:
         parser.error(f"--val_fraction={args.val_fraction}: expected 0 or more and less than 1")
+    if args.shards and not re.fullmatch(r"\d+:\d+", args.shards):
+        parser.error(f"--shards={args.shards}: expected A:B, as in 0:2")
+    if args.workers < 1 or args.max_documents is not None and args.max_documents < 1:
+        parser.error("--workers and --max_documents: expected 1 or more")
+    if args.stats and not args.check:
+        parser.error("--stats goes with --check=DIR")
     return args
 
 
-def main():
-    args = parse_args()
-    sources = find_sources(args.source)
-    Path(args.out).mkdir(parents=True, exist_ok=True)
+def check(data_dir, workers, stats):
+    """Verify a prepared directory; exit with 1 and the list of what is wrong with it."""
+    meta = read_meta(data_dir)
+    damage = find_damage(data_dir, meta, workers)
+    damage |= {n: f"no shard of {meta['sources'][n]} yet" for n, shard in enumerate(meta["shards"]) if not shard}
+    lines = [f"shard {number:05d}: {error}" for number, error in sorted(damage.items())]
+    if sha256_of(Path(data_dir) / "tokenizer.json") != meta["tokenizer"]["sha256"]:
+        lines.append(f"{data_dir}/tokenizer.json: its sha256 is not the one in meta.json")
+    if lines:
+        sys.exit("\n".join(f"prepare.py: {line}" for line in lines))
+    print(f"{data_dir}: {len(meta['shards'])} shards are what meta.json says")
+    if stats:
+        print_stats(data_dir, histogram=True)
 
-    def train_texts():
-        for source in sources:
-            for key, text in read_documents(source, args.text_column, args.id_column):
-                if not is_held_out(key, text, args.split_seed, args.val_fraction):
-                    yield text
 
-    path, revision = find_tokenizer(args.tokenizer, args.out, train_texts)
-    tokenizer = load_tokenizer(path)
-    eot_id = find_eot(tokenizer)
+def resume(meta, done, args):
+    """Return done, the meta.json there, without the shards that are damaged. Raises ValueError if meta, what is asked
+    for now, is another preparation, or a source is no longer the file that it was."""
+    def fields(meta):
+        groups = [(group, meta[group]) for group in ("tokenizer", "split")]
+        rest = {key: meta[key] for key in ("format", "sources", "columns", "max_documents")}
+        return rest | {f"{group} {key}": value for group, values in groups for key, value in values.items()}
+
+    if args.max_documents:
+        meta["sources"] = meta["sources"][:len(done["sources"])]  # the others were not needed
+    there, asked = fields(done), fields(meta)
+    short = lambda value: textwrap.shorten(str(value), 80)
+    if differing := [f"{key}: {short(there[key])} there, {short(asked[key])} now" for key in asked
+                     if there[key] != asked[key]]:
+        raise ValueError(f"{args.out} was prepared differently; {'; '.join(differing)}; choose another --out")
+    for shard in filter(None, done["shards"]):
+        if shard["sha256"] and source_facts(shard["source"])["sha256"] not in (None, shard["sha256"]):
+            raise ValueError(f"{shard['source']}: not the file that {args.out} was prepared from; choose another --out")
+    for number, error in find_damage(args.out, done, args.workers).items():
+        print(f"shard {number:05d}: {error}: making it again", file=sys.stderr)
+        done["shards"][number] = None
+    return done
+
+
+@contextmanager
+def locked(directory):
+    """Keep a directory to this process. Raises ValueError if another one is at work there."""
+    import fcntl  # here, so that reading shards works where there is no such module
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise ValueError(f"{directory}: another prepare.py is at work here; choose another --out, or wait") from None
+    finally:
+        os.close(handle)
+
+
+def check_space(meta, args):
+    """Raise ValueError if the disk cannot hold what is to come, by a low estimate: half the bytes of a local source; of
+    the paper's corpus 0.8 bytes of ids a byte, and three shards (with --keep_downloads all) downloaded at a time."""
+    local = sum(map(os.path.getsize, itertools.chain(*map(local_files, meta["sources"]))))
+    remote = sum(name.startswith("hf://") for name in meta["sources"])
+    need = local / 2 + FINEWEB_EDU_BYTES * (0.8 * remote + (remote if args.keep_downloads else min(remote, 3)))
+    if need > (free := shutil.disk_usage(args.out).free):
+        raise ValueError(f"{args.out}: {free / 1e9:.1f} GB free, at least {need / 1e9:.1f} GB needed; give another "
+                         "--out, or take fewer files with --shards")
+
+
+def prepare(args):
+    """Prepare in the directory args.out what the command line asks for."""
+    out, sources = Path(args.out), find_sources(args.source, args.shards)
     meta = {
         "format": FORMAT,
         "sources": sources,
         "columns": [args.text_column, args.id_column],
-        "tokenizer": {"name": args.tokenizer, "revision": revision, "vocab_size": vocab_size(tokenizer), "eot_id": eot_id,
-                      "sha256": hashlib.sha256(path.read_bytes()).hexdigest()},
-        "split": {"rule": "blake2b-8 of 'seed:id' / 2^64 < fraction", "seed": args.split_seed, "fraction": args.val_fraction},
-        "shards": [],
+        "max_documents": args.max_documents,
+        "split": {"rule": "blake2b-8 of 'seed:id' / 2^64 < fraction", "seed": args.split_seed,
+                  "fraction": args.val_fraction},
+        "shards": [None] * len(sources),
     }
-    if (Path(args.out) / "meta.json").exists():
-        done = read_meta(args.out)
-        if differing := [f"{key}: {done[key]} there, {meta[key]} asked for" for key in meta if key != "shards" and done[key] != meta[key]]:
-            raise ValueError(f"{args.out} was prepared differently; {'; '.join(differing)}; choose another --out")
-        meta = done
-    write_whole(Path(args.out) / "tokenizer.json", path.read_bytes())
-    for number, source in enumerate(sources):
-        if number >= len(meta["shards"]):
-            meta["shards"].append(write_shards(args.out, number, source, tokenizer, eot_id, args))
-            write_whole(Path(args.out) / "meta.json", json.dumps(meta, indent=1).encode())
-    print_summary(args.out)
+
+    def train_texts():
+        for _, rows in read_jobs(meta, args, keep=True):
+            if isinstance(rows, Exception):
+                raise rows
+            for key, text in rows if isinstance(rows, list) else []:
+                text, _ = clean_text(text)
+                if text and not is_held_out(key, text, args.split_seed, args.val_fraction):
+                    yield text
+
+    path, kept = find_tokenizer(args.tokenizer, out, train_texts), out / "tokenizer.json"
+    tokenizer = load_tokenizer(path)
+    meta["tokenizer"] = {"name": args.tokenizer, "vocab_size": vocab_size(tokenizer), "eot_id": find_eot(tokenizer),
+                         "sha256": sha256_of(path)}
+    if (out / "meta.json").exists():
+        meta = resume(meta, read_meta(out), args)
+    elif not args.max_documents:
+        check_space(meta, args)
+    if not kept.is_file() or kept.read_bytes() != path.read_bytes():
+        write_whole(kept, path.read_bytes())
+    if None in meta["shards"]:
+        twin, kind = None, "UTF-16 code units"
+        if isinstance(tokenizer, Tokenizer):
+            try:
+                twin, kind = find_twin(tokenizer), "tiktoken, proven to give the ids that tokenizers gives"
+            except ValueError as error:
+                kind = f"tokenizers, since this one has {error}"
+        print(f"{len(sources)} source files to {out}: ids by {kind}; {args.workers} workers", flush=True)
+        write_shards(meta, (str(kept), twin, meta["tokenizer"]["eot_id"], args.split_seed, args.val_fraction), args)
+    if not args.keep_downloads:
+        shutil.rmtree(out / "downloads", ignore_errors=True)
+    print_stats(out)
+
+
+def main():
+    args = parse_args()
+    if args.check:
+        return check(args.check, args.workers, args.stats)
+    os.makedirs(args.out, exist_ok=True)
+    with locked(args.out):
+        prepare(args)
 
 
 if __name__ == "__main__":
     try:
         sys.exit(main())
+    except BrokenExecutor:
+        sys.exit("prepare.py: a worker died, perhaps for want of memory; try fewer --workers")
     except (ValueError, OSError) as error:
-        sys.exit(f"prepare.py: {error}")
+        full = getattr(error, "errno", None) == errno.ENOSPC
+        sys.exit(f"prepare.py: {'the disk is full; make room and run the same command again' if full else error}")
+    except KeyboardInterrupt:
+        sys.exit("prepare.py: interrupted; run the same command again to go on")
