@@ -591,7 +591,7 @@ FLAGS = {
         dtype=(("bfloat16", "float32"), None, "autocast, parameters are float32; bfloat16 where it is fast"),
         micro_batch=(int, None, "windows a forward pass; trades memory only"),
         parallel=(("ddp", "fsdp"), "ddp", "under torchrun: each process holds a copy of the model, or a share of it"),
-        checkpoint_activations=(("none", "block", "selective"), None, "recompute for the backward pass: nothing, whole blocks, or "
+        checkpoint_activations=(("none", "block", "selective"), None, "recompute in the backward pass nothing, whole blocks, or "
                                 "what is cheap in them"),
         compile=(bool, False, "torch.compile the blocks and the loss"),
         timeout=(int, 600, "seconds after which a lost process ends the others")),
@@ -622,7 +622,9 @@ def parse_args(argv=None):
     args = argparse.Namespace(**values | {"preset": preset})
     args.out = args.out or f"out/{preset}-{args.input}-s{args.seed}"
     args.dtype = args.dtype or pick_dtype(args.device)
-    args.preset_reason = ("--preset" if "preset" in given else "CUDA is present" if preset == "paper" else "there is no CUDA device")
+    args.preset_reason = "CUDA is present" if preset == "paper" else "there is no CUDA device"
+    if "preset" in given:
+        args.preset_reason = "--preset"
     try:
         check_args(args)
     except ValueError as error:
