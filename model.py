@@ -349,7 +349,7 @@ class Decoder(nn.Module):
     def __init__(self, config, seed=1):
         super().__init__()
         self.config = config
-        self.checkpoint_activations = "none"  # "block" recomputes blocks in the backward pass, "selective" what is cheap in them
+        self.checkpoint_activations = "none"  # block: recompute blocks in the backward pass, selective: what is cheap in them
         self.model = nn.ModuleDict(dict(
             embed_tokens=build_input(config),
             layers=nn.ModuleList(Block(config) for _ in range(config.n_layer)),
@@ -493,14 +493,16 @@ def read_checkpoint(path):
     """
     try:
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            mark = len(data) - 32
-            if data[mark - len(SHA256_MARK):mark] == SHA256_MARK and hashlib.sha256(memoryview(data)[:mark]).digest() != data[mark:]:
-                raise RuntimeError("its sha256 differs")
+            end = len(data) - 32
+            marked = data[end - len(SHA256_MARK):end] == SHA256_MARK
+            if marked and hashlib.sha256(memoryview(data)[:end]).digest() != data[end:]:
+                raise ValueError("its sha256 differs")
         return torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise
     except (RuntimeError, ValueError, EOFError, KeyError, OSError, pickle.UnpicklingError) as error:
-        raise ValueError(f"{path}: damaged checkpoint ({str(error).splitlines()[0]}); use an older one of the same run") from None
+        why = str(error).splitlines()[0]
+        raise ValueError(f"{path}: damaged checkpoint ({why}); use an older one of the same run") from None
 
 
 def load_model(path, device="cpu"):

@@ -31,11 +31,11 @@ import json
 import math
 import os
 import resource
-import shutil
 import signal
 import subprocess
 import sys
 import time
+import traceback
 import weakref
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -52,7 +52,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from model import INIT_STD, INPUTS, SHA256_MARK, Decoder, FixedCodes, ModelConfig, list_checkpoints, read_checkpoint
-from prepare import load_tokenizer, open_shards, read_meta, token_bytes
+from prepare import load_tokenizer, open_shards, read_meta, token_bytes, write_whole
 
 # Each preset with its result as measured, or "not run".
 PRESETS = {
@@ -620,7 +620,7 @@ FLAGS = {
         dtype=(("bfloat16", "float32"), None, "autocast, parameters are float32; bfloat16 where it is fast"),
         micro_batch=(int, None, "windows a forward pass; trades memory only"),
         parallel=(("ddp", "fsdp"), "ddp", "under torchrun: each process holds a copy of the model, or a share of it"),
-        checkpoint_activations=(("none", "block", "selective"), None, "recompute for the backward pass: nothing, whole blocks, or "
+        checkpoint_activations=(("none", "block", "selective"), None, "recompute in the backward pass nothing, whole blocks, or "
                                 "what is cheap in them"),
         compile=(bool, False, "torch.compile the blocks and the loss"),
         timeout=(int, 600, "seconds after which a lost process ends the others")),
@@ -654,7 +654,9 @@ def parse_args(argv=None):
     args = argparse.Namespace(**values | {"preset": preset})
     args.out = args.out or ("out/sweep" if args.sweep else f"out/{preset}-{args.input}-s{args.seed}")
     args.dtype = args.dtype or pick_dtype(args.device)
-    args.preset_reason = ("--preset" if "preset" in given else "CUDA is present" if preset == "paper" else "there is no CUDA device")
+    args.preset_reason = "CUDA is present" if preset == "paper" else "there is no CUDA device"
+    if "preset" in given:
+        args.preset_reason = "--preset"
     try:
         check_args(args)
     except ValueError as error:
@@ -726,6 +728,8 @@ def load_run(args, experiment, say):
         if list_checkpoints(out) or (out / "log.jsonl").stat().st_size:
             raise ValueError(f"{out} already holds a run; --resume continues it, another --out starts a new one")
         return {}
+    for unfinished in out.glob("step-*.tmp"):  # of a save that was killed
+        unfinished.unlink()
     state = newest_checkpoint(out, say)
     if state is None:
         say(f"no checkpoint in {out}: starting from the first update")
@@ -884,8 +888,8 @@ def main():
         say(f"resumed after update {step:,}")
     del state
     if rank == 0:
-        (out / "config.json").write_text(json.dumps(experiment, indent=1))
-        shutil.copyfile(Path(args.data) / "tokenizer.json", out / "tokenizer.json")
+        write_whole(out / "config.json", json.dumps(experiment, indent=1).encode())
+        write_whole(out / "tokenizer.json", (Path(args.data) / "tokenizer.json").read_bytes())
         cut_log(log_file, step)
 
     def log(**row):
@@ -894,8 +898,10 @@ def main():
                 write_row(log_file, row)
             except OSError as error:  # a full disk costs the row, not the run
                 print(f"step {row['step']}: log row not written: {error}", file=sys.stderr)
-            for key, value in row.items() if writer else ():
-                writer.add_scalar(key, value, row["step"])
+            if writer:
+                for key, value in row.items():
+                    writer.add_scalar(key, value, row["step"])
+                writer.flush()
 
     def save():
         """Save a checkpoint; return whether that failed. The last good one stays then, and training goes on."""
@@ -968,6 +974,9 @@ if __name__ == "__main__":
         code = 1
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"train.py: {error}", file=sys.stderr)
+    except Exception:  # our own mistake, or another process is gone
+        code = 1
+        traceback.print_exc()
     sys.stdout.flush()
     if dist.is_initialized():
         os._exit(code)  # freeing a process group can wait for its own thread for ever (seen with gloo and DDP)

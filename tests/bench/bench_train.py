@@ -81,8 +81,8 @@ def build(name, size):
     if kind == "llama":
         from transformers import LlamaConfig, LlamaForCausalLM
         model = LlamaForCausalLM(LlamaConfig(
-            vocab_size=size["vocab_size"], hidden_size=size["n_embd"], intermediate_size=size["n_ffn"], num_hidden_layers=size["n_layer"],
-            num_attention_heads=size["n_head"], max_position_embeddings=size["block_size"], tie_word_embeddings=False,
+            vocab_size=size["vocab_size"], hidden_size=size["n_embd"], intermediate_size=size["n_ffn"],
+            num_hidden_layers=size["n_layer"], num_attention_heads=size["n_head"], max_position_embeddings=size["block_size"], tie_word_embeddings=False,
             use_cache=False, attn_implementation="sdpa"))
 
         def loss(run, x, y):
@@ -147,7 +147,8 @@ def together(size, names, repeats):
         for contender in contenders.values():
             contender.step()
     seconds = {name: statistics.median(contender.seconds) for name, contender in contenders.items()}
-    return dict(seconds=seconds, matmul_tflops=peak / 1e12, share_of_peak={name: step_flops(size) / s / peak for name, s in seconds.items()})
+    shares = {name: step_flops(size) / s / peak for name, s in seconds.items()}
+    return dict(seconds=seconds, matmul_tflops=peak / 1e12, share_of_peak=shares)
 
 
 def one(size, name, repeats):
@@ -184,9 +185,11 @@ def main():
             command = [sys.executable, __file__, "one", args.size, f"--models={name}", f"--repeats={args.repeats}"]
             output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
             result[name] = json.loads(output.splitlines()[-1])
-            print(f"{name:24} {result[name]['seconds']:7.3f} s  {result[names[0]]['seconds'] / result[name]['seconds']:5.2f} x {names[0]}  "
-                  f"peak {result[name]['peak_gb']:.2f} GB = {result[name]['peak_gb'] / result[names[0]]['peak_gb']:.2f} x", flush=True)
-    print(json.dumps(dict(size=args.size, torch=torch.__version__, threads=torch.get_num_threads(), cpus=os.cpu_count()) | result))
+            first, this = result[names[0]], result[name]
+            print(f"{name:24} {this['seconds']:7.3f} s  {first['seconds'] / this['seconds']:5.2f} x {names[0]}  "
+                  f"peak {this['peak_gb']:.2f} GB = {this['peak_gb'] / first['peak_gb']:.2f} x", flush=True)
+    machine = dict(size=args.size, torch=torch.__version__, threads=torch.get_num_threads(), cpus=os.cpu_count())
+    print(json.dumps(machine | result))
 
 
 if __name__ == "__main__":
