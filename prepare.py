@@ -509,13 +509,13 @@ def make_encoder(tokenizer, twin=None):
 def start_worker(tokenizer_path, twin, eot_id, split_seed, val_fraction):
     """Make this process ready for encode_batch."""
     global worker
+    if parent := multiprocessing.parent_process():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to handle; and if that is killed, so is this:
+        threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     worker = SimpleNamespace(encode=make_encoder(load_tokenizer(tokenizer_path), twin),
                              end=np.array([eot_id], np.uint32),
                              split=(split_seed, val_fraction))
-    if parent := multiprocessing.parent_process():
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to handle; and if that is killed, so is this:
-        threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
 def encode_batch(rows):

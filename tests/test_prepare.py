@@ -786,7 +786,7 @@ def test_interrupt_is_one_line(tokenizer_path, tmp_path):
     process = subprocess.Popen([sys.executable, ROOT / "prepare.py", f"--source={source}",
                                 f"--tokenizer={tokenizer_path}", f"--out={tmp_path}/out", "--workers=2"],
                                stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    while not list(tmp_path.glob("out/train/*.tmp")):
+    while not any(path.stat().st_size for path in tmp_path.glob("out/train/*.tmp")):  # the workers are at work
         assert process.poll() is None
         time.sleep(0.01)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the workers too
@@ -1127,7 +1127,7 @@ def hub(server, tokenizer_path, tmp_path):
                                "--val_fraction=0", "--workers=1", *flags],
                               capture_output=True, text=True, timeout=100, env=os.environ | {
                                   "PYTHONPATH": str(ROOT), "HF_ENDPOINT": server.url, "HF_HOME": f"{tmp_path}/hf_home",
-                                  "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"} | environment)
+                                  "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_OFFLINE": "0"} | environment)
     return run_hub
 
 

@@ -22,7 +22,7 @@ from train import WindowSampler, learning_rate, rank_rows, uniforms
 
 ROOT = Path(__file__).parents[1]
 TINY = ["--vocab_size=300", "--n_layer=2", "--n_head=2", "--n_embd=36", "--n_ffn=48", "--block_size=32", "--dtype=float32", "--device=cpu",
-        "--tokens_per_step=512", "--micro_batch=8", "--warmup_steps=5", "--windows_per_visit=24", "--eval_windows=8", "--eval_every=10",
+        "--tokens_per_step=512", "--micro_batch=8", "--max_lr=3e-3", "--min_lr=3e-4", "--warmup_steps=5", "--windows_per_visit=24", "--eval_windows=8", "--eval_every=10",
         "--log_every=1", "--save_every=5"]
 
 
@@ -285,7 +285,7 @@ def test_machine_flags_do_not_change_what_is_learned(straight, data_dir, tmp_pat
         assert torch.allclose(state["model"][name], tensor, atol=1e-5), name
 
 
-@pytest.mark.parametrize("processes, micro_batch", [(2, 8), (4, 2)])
+@pytest.mark.parametrize("processes, micro_batch", [(2, 8)])
 def test_torchrun_gives_the_same_losses_and_weights(straight, data_dir, tmp_path, processes, micro_batch):
     result = run(data_dir, tmp_path, "--input=binary", "--max_targets=10240", f"--micro_batch={micro_batch}", processes=processes)
     assert result.returncode == 0, result.stderr

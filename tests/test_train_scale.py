@@ -47,7 +47,7 @@ def write_data(path, seed=0, shards=2):
         for split, documents in (("train", 40), ("val", 6)):
             writer = prepare.ShardWriter(path, split, number)
             for n in rng.integers(2, 90, documents):
-                writer.add([*rng.zipf(1.5, n).clip(1, 250), 0], int(n))
+                writer.add(np.array([*rng.zipf(1.5, n).clip(1, 250), 0], "<u2").tobytes(), [int(n) + 1], int(n))
             entry[split] = writer.close()
         entries.append(entry)
     meta = {"format": prepare.FORMAT, "sources": ["a"] * shards, "shards": entries,
@@ -460,7 +460,7 @@ def test_resume_refuses_another_experiment(data, forks, straight, tmp_path):
     """CK-12, CK-21: other data, another recipe; a finished run ends at once; a longer one goes on where its schedule allows."""
     argv = flags(write_data(tmp_path / "data", seed=1), straight, resume=True)
     assert forks.run(argv) == [1] and "data_fingerprint" in forks.output().splitlines()[-1]
-    assert forks.run(flags(data, straight, resume=True, max_lr=1)) == [1] and "max_lr 0.003 -> 1.0" in forks.output()
+    assert forks.run(flags(data, straight, resume=True, max_lr=1)) == [1] and "max_lr 0.004 -> 1.0" in forks.output()
     before = final_path(straight).stat().st_mtime_ns
     assert forks.run(flags(data, straight, resume=True)) == [0] and final_path(straight).stat().st_mtime_ns == before
 
@@ -534,7 +534,7 @@ def test_learning_rate_has_no_gap(warmup, total):
 
 
 @pytest.mark.parametrize("flag, words", [
-    ("--warmup_steps=20 --decay_steps=10", "at most decay_steps"), ("--compile=False", "ignored explicit argument"),
+    ("--warmup_steps=20 --decay_steps=10", "at most decay_steps"), ("--compile=maybe", "invalid boolean value"),
     ("--dtype=float16", "invalid choice"), ("--device=mps", "expected cpu"), ("--parallel=tp", "invalid choice"),
     ("--keep=0", "1 or more"), ("--tokens_per_step=6000", "multiple of")])
 def test_wrong_flags_end_in_one_line(capsys, flag, words):
