@@ -618,7 +618,7 @@ FLAGS = {
     "machine": dict(
         device=(str, "cuda" if torch.cuda.is_available() else "cpu", "cpu, cuda or cuda:N"),
         dtype=(("bfloat16", "float32"), None, "autocast, parameters are float32; bfloat16 where it is fast"),
-        micro_batch=(int, None, "windows a forward pass; trades memory only"),
+        micro_batch=(int, None, "windows a forward pass, at most; trades memory only"),
         parallel=(("ddp", "fsdp"), "ddp", "under torchrun: each process holds a copy of the model, or a share of it"),
         checkpoint_activations=(("none", "block", "selective"), None, "recompute in the backward pass nothing, whole blocks, or "
                                 "what is cheap in them"),
@@ -706,6 +706,7 @@ def open_data(args, rank, world_size, say):
     if (found := meta["tokenizer"]["vocab_size"]) != args.vocab_size:
         raise ValueError(f"vocab_size={args.vocab_size}, but {args.data} has {found}; give --vocab_size={found} or another --data")
     windows_per_step = args.tokens_per_step // args.block_size
+    args.micro_batch = min(args.micro_batch, max(windows_per_step // world_size, 1))  # no more than a process's share
     accumulation, rest = divmod(windows_per_step, world_size * args.micro_batch)
     if rest:
         raise ValueError(f"{windows_per_step} windows an update do not divide by {world_size} processes x micro_batch "
