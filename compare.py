@@ -509,6 +509,7 @@ def draw_runs(result, out):
 # ----------------------------------------------------------------------------------------------------------------------
 
 def parse_args():
+    """Return the command line's settings."""
     parser = argparse.ArgumentParser(description=__doc__, usage=argparse.SUPPRESS, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     flag = parser.add_argument

@@ -291,6 +291,7 @@ class HarnessLM(TemplateLM):
         return self.score(pairs)
 
     def loglikelihood_rolling(self, requests, disable_tqdm=False):
+        """Return the log-likelihood in nats of each whole text: every token once, the first after the prefix token."""
         encoded = self.encode_all((request.args[0] for request in requests), special=False)
         pairs = [(np.array([self.prefix_token_id], np.int32), encoded[request.args[0]]) for request in requests]
         for request, pair in zip(requests, pairs):
@@ -645,6 +646,7 @@ def print_suite(result):
 
 
 def command_score(args):
+    """Score every checkpoint and reference model on held-out documents, or on benchmarks; print, and write the JSON files."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         dist.init_process_group("gloo")  # only finished scores are exchanged
         args.device = f"cuda:{os.environ['LOCAL_RANK']}" if args.device == "cuda" else args.device
@@ -692,6 +694,7 @@ def command_score(args):
 # Sampling
 
 def command_sample(args):
+    """Print continuations of every prompt, as they are made."""
     candidate = open_checkpoint(args.checkpoint, args.device, "float32")
     for prompt in args.prompt:
         if not (ids := candidate.encode([prompt], False)[0]):
@@ -804,6 +807,7 @@ def probe(model, tokenizer, data_dir, positions):
     truth, which = targets[test], classes[test]
 
     def rate(found, read):
+        """Return the readings' scores on the test positions, from class indices and regression outputs."""
         right = (read[:, :K] > 0.5) == (truth[:, :K] > 0.5)
         areas = [area_under_roc(read[:, i].numpy(), truth[:, i].numpy() > 0) for i in range(K, K + len(PROPERTIES))]
         error = (read[:, -1] - truth[:, -1]).square().mean() / truth[:, -1].var(correction=0)
@@ -848,6 +852,7 @@ def draw_probe(result, path):
 
 
 def command_probe(args):
+    """Print what each depth knows and what each block is for; write the JSON file and the figure into the run."""
     model, state = load_model(args.checkpoint, args.device)
     run, data_dir = run_directory(args.checkpoint), args.data or state["data"]
     result = probe(model, load_tokenizer(run / "tokenizer.json"), data_dir, args.positions)
@@ -998,6 +1003,7 @@ def import_folder(folder, out):
 # ----------------------------------------------------------------------------------------------------------------------
 
 def parse_args():
+    """Return the command line's settings; .run is the command's function."""
     parser = argparse.ArgumentParser(description=__doc__, usage=argparse.SUPPRESS, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")

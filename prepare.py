@@ -127,6 +127,7 @@ def read_stdlib(file, text_column, id_column):
 
 
 def read_parquet(file, text_column, id_column):
+    """Yield (id or None, text as bytes or None) of each row. Raises ValueError if there is no text column."""
     # Else the whole column of a row group, which may be all of a 2.3 GB file, would be in memory.
     file = pq.ParquetFile(file, buffer_size=1 << 20, pre_buffer=False)
     if text_column not in file.schema_arrow.names:
@@ -142,6 +143,7 @@ def read_parquet(file, text_column, id_column):
 
 
 def read_jsonl(file, text_column, id_column):
+    """Yield (id or None, text) of each line. Raises ValueError, naming the line, for one that is no object with a text."""
     with io.BufferedReader(pa.input_stream(file), 1 << 20) as lines:  # Arrow decompresses .gz and .zst
         for number, line in enumerate(lines, 1):
             if line.strip():
@@ -162,6 +164,7 @@ READERS = {".parquet": read_parquet, ".jsonl": read_jsonl, ".jsonl.gz": read_jso
 
 
 def find_reader(name):
+    """Return the reader of a source by the end of its name. Raises ValueError for a kind that none knows."""
     if name.startswith("stdlib "):
         return read_stdlib
     for ending, reader in READERS.items():
@@ -844,6 +847,7 @@ def print_stats(data_dir, histogram=False):
 # ----------------------------------------------------------------------------------------------------------------------
 
 def parse_args():
+    """Return the command line's settings, with the defaults that depend on the source."""
     parser = argparse.ArgumentParser(description=__doc__, usage=argparse.SUPPRESS, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     group = parser.add_argument_group("documents")
