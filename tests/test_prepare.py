@@ -762,16 +762,24 @@ def test_killed_at_any_moment_and_run_again(tokenizer_path, tmp_path):
     assert contents(tmp_path / "out") == contents(tmp_path / "clean") and cut
 
 
+def descendants(pid):
+    """The process ids of a process's children, their children and so on."""
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except FileNotFoundError:
+        return []
+    return children + [p for child in children for p in descendants(child)]
+
+
 def test_workers_do_not_outlive_a_killed_run(tokenizer_path, tmp_path):
     source = parquet(tmp_path / "a.parquet", texts_of(60_000, words=300))
     process = subprocess.Popen([sys.executable, ROOT / "prepare.py", f"--source={source}",
                                 f"--tokenizer={tokenizer_path}", f"--out={tmp_path}/out", "--workers=2"])
-    children = lambda: Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     deadline = time.monotonic() + 20
-    while not list(tmp_path.glob("out/train/*.tmp")) or len(children()) < 3:  # and Python's resource tracker
+    while not list(tmp_path.glob("out/train/*.tmp")) or len(descendants(process.pid)) < 4:  # two of Python's own
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.01)
-    workers = children()
+    workers = descendants(process.pid)
     process.send_signal(signal.SIGKILL)
     process.wait()
     alive = lambda: [pid for pid in workers if Path(f"/proc/{pid}").exists()
@@ -781,14 +789,18 @@ def test_workers_do_not_outlive_a_killed_run(tokenizer_path, tmp_path):
         time.sleep(0.05)
 
 
-def test_interrupt_is_one_line(tokenizer_path, tmp_path):
+@pytest.mark.parametrize("moment", ("start", "starting workers", "work"))
+def test_interrupt_is_one_line(tokenizer_path, tmp_path, moment):
     source = parquet(tmp_path / "a.parquet", texts_of(60_000, words=300))
     process = subprocess.Popen([sys.executable, ROOT / "prepare.py", f"--source={source}",
                                 f"--tokenizer={tokenizer_path}", f"--out={tmp_path}/out", "--workers=2"],
                                stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    while not any(path.stat().st_size for path in tmp_path.glob("out/train/*.tmp")):  # the workers are at work
+    reached = {"start": lambda: len(descendants(process.pid)) == 2, "starting workers": lambda: len(descendants(process.pid)) > 2,
+               "work": lambda: any(path.stat().st_size for path in tmp_path.glob("out/train/*.tmp"))}[moment]
+    while not reached():
         assert process.poll() is None
         time.sleep(0.01)
+    time.sleep(0.05)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the workers too
     errors = process.communicate(timeout=20)[1]
     assert errors == "prepare.py: interrupted; run the same command again to go on\n" and process.returncode == 1
