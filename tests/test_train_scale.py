@@ -370,8 +370,12 @@ def test_nan_in_one_rank_stops_all_before_the_update(data, forks, straight, tmp_
     line = [line for line in forks.output().splitlines() if line.startswith("train.py: ")]
     assert len(line) == 1 and line[0].startswith("train.py: update 13: loss nan") and "step-00000012.pt" in line[0]
     assert all(value.isfinite().all() for path in list_checkpoints(out) for value in read_checkpoint(path)["model"].values())
-    assert forks.run(flags(data, out, resume=True), processes=processes) == [0] * processes
-    assert_near(*(final(run)["model"]["lm_head.weight"] for run in (out, straight)))
+    assert forks.run(flags(data, out, resume=True, parallel=parallel), processes=processes) == [0] * processes
+    if parallel == "fsdp":  # it rounds in another order than ddp, so it has an undisturbed run of its own
+        straight = tmp_path / "straight"
+        assert forks.run(flags(data, straight, parallel=parallel), processes=processes) == [0] * processes
+    one, two = final(straight)["model"], final(out)["model"]
+    assert all(torch.equal(one[name], two[name]) for name in one)
 
 
 def test_a_full_disk_costs_a_checkpoint_and_not_the_run(data, forks, straight, tmp_path):
