@@ -47,7 +47,7 @@ PUBLISHED = {
     "SmolLM2-360M": {"hellaswag": {"acc_norm": 56.28}},
 }
 # The fields of config.json that describe an input beside its name, as a label says them, and what goes without saying.
-INPUT_FIELDS = {"code_seed": ("seed {}", None), "code_offset": ("offset {}", "0"), "code_values": ("{}", "01"),
+INPUT_FIELDS = {"code_seed": ("code {}", None), "code_offset": ("offset {}", "0"), "code_values": ("{}", "01"),
                 "code_scale": ("scale {}", "1"), "lift": ("{}", "tile"), "table_free": ("table-free", "False")}
 # What else may differ between runs: where and how they ran, what they reported. All other fields are the experiment.
 FREE = {"input", "seed", *INPUT_FIELDS, "preset", "data", "out", "device", "micro_batch", "parallel", "compile", "timeout",
@@ -287,7 +287,7 @@ def describe_scores(result, markdown):
 # Runs
 
 def label(config):
-    """Return the name of a run's input interface: binary, gf2 seed 7, binary pm1, binary scale matched ..."""
+    """Return the name of a run's input interface: binary, gf2 code 7 (its code_seed), binary pm1, binary scale matched ..."""
     words = [config["input"]]
     for field, (text, silent) in INPUT_FIELDS.items():
         said = field != "code_seed" or config["input"] in ("gf2", "random")

@@ -128,8 +128,8 @@ def test_coverage_of_both_intervals_is_near_nominal():
 # --- what is compared
 
 @pytest.mark.parametrize("config, name", [
-    ({"input": "learned", "code_seed": 7, "code_offset": "0"}, "learned"), ({"input": "gf2", "code_seed": 7, "code_offset": "0"}, "gf2 seed 7"),
-    ({"input": "gf2", "code_seed": 7, "code_offset": "2a"}, "gf2 seed 7 offset 2a"), ({"input": "random", "code_seed": 3}, "random seed 3"),
+    ({"input": "learned", "code_seed": 7, "code_offset": "0"}, "learned"), ({"input": "gf2", "code_seed": 7, "code_offset": "0"}, "gf2 code 7"),
+    ({"input": "gf2", "code_seed": 7, "code_offset": "2a"}, "gf2 code 7 offset 2a"), ({"input": "random", "code_seed": 3}, "random code 3"),
     ({"input": "binary", "code_seed": 9, "code_values": "01", "code_scale": "1", "lift": "tile", "table_free": False}, "binary"),
     ({"input": "binary", "code_values": "pm1", "code_scale": "matched"}, "binary pm1 scale matched"),
     ({"input": "binary", "lift": "interleave", "table_free": True}, "binary interleave table-free")])
