@@ -415,7 +415,7 @@ def line_styles(groups):
     for g in groups:
         kinds.setdefault(g["label"].split()[0], []).append(g["name"])
     return {name: {"color": COLOURS[i % len(COLOURS)], "linestyle": DASHES[j % len(DASHES)]}
-            for i, names in enumerate(kinds.values()) for j, name in enumerate(names)}
+            for i, names in enumerate(kinds.values()) for j, name in enumerate(sorted(names, key=len))}  # the plainest is solid
 
 
 def draw_curves(axis, groups, styles, key, text):

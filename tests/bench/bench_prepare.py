@@ -6,6 +6,7 @@ Each method is a process of its own, from the start of the interpreter to its en
 English documents and the SmolLM2 tokenizer from ../shared. All must write the same ids. The last line is JSON.
 
     prepare        python prepare.py --workers=2, with split, index, sha256 and resume
+    one_worker     the same with --workers=1: all in one process, whose CPU seconds are the speed of a core
     datasets       datasets.map(batched, num_proc=2) with the fast tokenizer, then a memory-mapped file, as nanoGPT does
     encode_batch   tokenizers' encode_batch (its own threads) over batches of 1000
     tiktoken       bare encode_to_numpy over texts already in memory, one process; its ids are not written
@@ -86,7 +87,8 @@ def run_tiktoken(files, out):
 
 
 def measure(command):
-    """Return (wall seconds, CPU seconds of the process and its children, stdout)."""
+    """Return (wall seconds, CPU seconds of the process and the children it waited for, stdout). Workers are nobody's children
+    by then, so the CPU seconds of prepare.py --workers=2 are not to be had."""
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                                env=os.environ | {"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1"})
@@ -106,7 +108,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--copies", type=int, default=2, help="times the corpus of 58.7 MB (default: %(default)s)")
     parser.add_argument("--runs", type=int, default=3, help="runs of each method (default: %(default)s)")
-    parser.add_argument("--methods", default="prepare,datasets,encode_batch,tiktoken",
+    parser.add_argument("--methods", default="prepare,one_worker,datasets,encode_batch,tiktoken",
                         help="prepare, and what to compare it with (default: all)")
     parser.add_argument("--scaling", action="store_true", help="prepare.py alone, on 1, 2 and 4 copies")
     parser.add_argument("--as", dest="method", help=argparse.SUPPRESS)
@@ -129,25 +131,24 @@ def main():
 
         def once(method, files, run):
             out = folder / f"{method}-{run}"
-            if method == "prepare":
+            if method in ("prepare", "one_worker"):
                 n = len(files) // len(corpus)
                 source = f"{folder}/[0-{n - 1}]-*.parquet"
                 result = measure([sys.executable, ROOT / "prepare.py", f"--source={source}",
-                                  f"--tokenizer={TOKENIZER}", f"--out={out}", "--workers=2", "--val_fraction=0"])
+                                  f"--tokenizer={TOKENIZER}", f"--out={out}", f"--workers={1 + (method == 'prepare')}",
+                                  "--val_fraction=0"])
             else:
                 result = measure([sys.executable, __file__, f"--as={method}", out, *files])
-            ids = flat_ids(out) if method == "prepare" else out.read_bytes() if out.exists() else None
+            ids = flat_ids(out) if out.is_dir() else out.read_bytes() if out.exists() else None
             for path in folder.glob(f"{method}-{run}*"):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
             return result, ids
 
         if args.scaling:
-            rows = {n: [once("prepare", files[:n * len(corpus)], run)[0][:2] for run in range(args.runs)]
-                    for n in (1, 2, 4)}
-            medians = {n: [statistics.median(column) for column in zip(*row)] for n, row in rows.items()}
-            for n, (wall, cpu) in medians.items():
-                print(f"x{n}: {wall:6.2f} s wall, {cpu:6.2f} s CPU; per copy beyond the first: "
-                      + (f"{(wall - medians[1][0]) / (n - 1):.2f} s" if n > 1 else "-"))
+            medians = {n: statistics.median(once("prepare", files[:n * len(corpus)], run)[0][0] for run in range(args.runs))
+                       for n in (1, 2, 4)}
+            for n, wall in medians.items():
+                print(f"x{n}: {wall:6.2f} s; per copy beyond the first: " + (f"{(wall - medians[1]) / (n - 1):.2f} s" if n > 1 else "-"))
             print(json.dumps({"scaling": medians}))
             return
         files = files[:args.copies * len(corpus)]
@@ -162,19 +163,18 @@ def main():
                 cpus.setdefault(method, []).append(cpu)
                 reference = reference or ids
                 assert ids == reference, f"{method} wrote other ids"
-                print(f"run {run} {method:14} {wall:7.2f} s wall {cpu:7.2f} s CPU", flush=True)
+                print(f"run {run} {method:14} {wall:7.2f} s", flush=True)
         tokens = len(reference) // 2
         wall = {method: statistics.median(values) for method, values in walls.items()}
-        result = {"tokens": tokens, "wall": wall, "cpu": {method: statistics.median(values) for method,
-                                                          values in cpus.items()},
+        result = {"tokens": tokens, "wall": wall, "cpu": {method: statistics.median(values) for method, values in cpus.items() if method != "prepare"},
                   "ratio": {method: wall[method] / wall["prepare"] for method in wall},
                   "python": platform.python_version(), "cores": os.cpu_count()}
         for method, seconds in wall.items():
             print(f"{method:14} {seconds:7.2f} s {tokens / seconds / 1e6:7.2f} Mtokens/s "
                   f"{result['ratio'][method]:6.2f} x the time of prepare.py")
-        if bare:
+        if bare and "one_worker" in cpus:
             result["bare_tokens_per_cpu_second"] = statistics.median(row["tokens"] / row["cpu"] for row in bare)
-            result["prepare_tokens_per_cpu_second"] = tokens / result["cpu"]["prepare"]
+            result["prepare_tokens_per_cpu_second"] = tokens / result["cpu"]["one_worker"]
             print(f"tokens per CPU second: bare tiktoken {result['bare_tokens_per_cpu_second']:,.0f}, "
                   f"prepare.py {result['prepare_tokens_per_cpu_second']:,.0f}, "
                   f"{result['prepare_tokens_per_cpu_second'] / result['bare_tokens_per_cpu_second']:.3f} of it")
