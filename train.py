@@ -482,7 +482,8 @@ def print_model(config, say):
 
 
 class LiveBytes(TorchDispatchMode):
-    """Follows the bytes of the tensors that operations make while they live, by kind; kind(tensor) names it.
+    """Follows the bytes of the tensors that operations make while they live, by kind; kind(tensor) names it. Views of what
+    was there before, such as a parameter's transpose, are not made here and do not count.
 
     peak holds the bytes by kind at the moment when their sum was greatest.
     """
@@ -492,9 +493,10 @@ class LiveBytes(TorchDispatchMode):
         self.kind, self.live, self.bytes, self.peak = kind, {}, {}, {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and (storage := tensor.untyped_storage())._cdata not in self.live:
+            if isinstance(tensor, torch.Tensor) and (storage := tensor.untyped_storage())._cdata not in given | self.live.keys():
                 kind = self.live[storage._cdata] = self.kind(tensor)
                 self.bytes[kind] = self.bytes.get(kind, 0) + storage.nbytes()
                 weakref.finalize(storage, self.free, storage._cdata, storage.nbytes())

@@ -595,6 +595,8 @@ def test_estimate_counts_what_a_real_step_allocates(kind):
     assert abs(estimate / live.peak["all"] - 1) < 0.05
     held = sum(p.numel() for p in model.parameters()) * 4
     assert parts["parameters"] == held and parts["optimizer"] == 2 * held
+    few = train.estimate_memory(config, 1, "float32", kind, accumulation=2)  # hardly an activation: all gradients at the peak
+    assert held <= few["gradients"] < 1.5 * held  # one for each parameter and one on its way, no parameter once more
 
 
 def test_profile_writes_a_trace(data, forks, tmp_path):

@@ -53,7 +53,7 @@ def growth(updates):
         subprocess.run([sys.executable, ROOT / "prepare.py", "--tokenizer=train:1024", f"--out={folder}/data"], check=True,
                        stdout=subprocess.DEVNULL)
         subprocess.run([sys.executable, ROOT / "train.py", "--preset=smoke", f"--data={folder}/data", f"--out={folder}/run",
-                        "--vocab_size=1024", "--block_size=64", "--n_layer=2", "--n_head=2", "--n_embd=64", "--n_ffn=128",
+                        "--vocab_size=1024", "--block_size=64", "--n_layer=2", "--n_head=2", "--n_embd=60", "--n_ffn=128",
                         "--tokens_per_step=512", f"--max_targets={512 * updates}", "--windows_per_visit=16", "--save_every=500",
                         "--log_every=20", "--eval_every=100"], check=True, stdout=subprocess.DEVNULL)
         rows = [json.loads(line) for line in open(f"{folder}/run/log.jsonl")]
