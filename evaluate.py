@@ -1009,6 +1009,7 @@ def parse_args():
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(name, help, run, *positional):
+        """Add a command and its positional arguments (name, metavar, nargs); return its parser."""
         sub = commands.add_parser(name, allow_abbrev=False, help=help)
         sub.set_defaults(run=run)
         for argument, metavar, nargs in positional:

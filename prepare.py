@@ -501,6 +501,7 @@ def make_encoder(tokenizer, twin=None):
     encoding = tiktoken.Encoding("twin", pat_str=twin[0], mergeable_ranks=twin[1], special_tokens={})
 
     def fast(text):
+        """Return the ids by tiktoken, or by tokenizers where tiktoken cannot or has ids that it should not."""
         try:
             ids = encoding.encode_to_numpy(text)
         except ValueError:  # its regular expressions give up on some hundred thousand spaces in a row
@@ -644,6 +645,7 @@ def fetch_ahead(names, args):
     ready = queue.Queue(1)
 
     def work():
+        """Put every source into the queue, an error in its place; wait while the one before has not been taken."""
         for name in names:
             try:
                 file = fetch(name, f"{args.out}/downloads", args.keep_downloads, args.max_documents is not None)
@@ -815,6 +817,7 @@ def open_shards(data_dir, split):
 def find_damage(data_dir, meta, workers):
     """Return {number: what is wrong} of the shards that are not, byte for byte, what meta.json says."""
     def examine(number):
+        """Return what is wrong with a source's shards, or None."""
         try:
             for split in SPLITS:
                 if meta["shards"][number] and meta["shards"][number][split]["documents"]:
@@ -978,6 +981,7 @@ def prepare(args):
     }
 
     def train_texts():
+        """Yield the texts that are not held out, as a tokenizer may learn from these alone."""
         for _, rows in read_jobs(meta, args, keep=True):
             if isinstance(rows, Exception):
                 raise rows

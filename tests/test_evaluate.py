@@ -97,7 +97,7 @@ def arrays(pairs):
     return [(np.array(a, np.int32), np.array(b, np.int32)) for a, b in pairs]
 
 
-def close(got, expected, tolerance=1e-4):
+def assert_close(got, expected, tolerance=1e-4):
     assert len(got) == len(expected)
     for (a, greedy_a), (b, greedy_b) in zip(got, expected):
         assert a == pytest.approx(b, abs=tolerance) and greedy_a == greedy_b
@@ -126,8 +126,8 @@ def random_pairs(seed=0):
 def test_scores_equal_direct_computation(binary):
     pairs = random_pairs()
     expected = [direct(binary, a.tolist(), b.tolist()) for a, b in pairs]
-    close(HarnessLM(binary, share=False).score(pairs), expected)
-    close(HarnessLM(binary).score(pairs), expected)
+    assert_close(HarnessLM(binary, share=False).score(pairs), expected)
+    assert_close(HarnessLM(binary).score(pairs), expected)
     assert len({greedy for _, greedy in expected}) == 1  # random models are never right: the next test has a model that is
 
 
@@ -144,7 +144,7 @@ def test_greedy_flag_and_shift():
 @pytest.mark.parametrize("share", (True, False))
 def test_scores_do_not_depend_on_the_batch(binary, batch_tokens, share):
     pairs = random_pairs(1) + arrays([(np.arange(n), [7, 8]) for n in range(3, 300, 16)])
-    close(HarnessLM(binary, batch_tokens=batch_tokens, share=share).score(pairs), HarnessLM(binary, share=False, batch_tokens=T).score(pairs))
+    assert_close(HarnessLM(binary, batch_tokens=batch_tokens, share=share).score(pairs), HarnessLM(binary, share=False, batch_tokens=T).score(pairs))
 
 
 def test_bfloat16_scores_in_float32(make_run):
@@ -229,7 +229,7 @@ def test_memory_trouble_halves_the_batch(binary, capsys):
         return binary.forward(idx, cache=cache, **options)
     pairs = random_pairs(4)
     lm = HarnessLM(dataclasses.replace(binary, forward=forward), batch_tokens=1000)
-    close(lm.score(pairs), HarnessLM(binary).score(pairs))
+    assert_close(lm.score(pairs), HarnessLM(binary).score(pairs))
     assert lm.batch_tokens < 1000 and "continuing with --batch_tokens=" in capsys.readouterr().err
     with pytest.raises(RuntimeError, match="shape"):
         HarnessLM(dataclasses.replace(binary, forward=lambda *a, **k: (_ for _ in ()).throw(RuntimeError("shape")))).score(pairs)
@@ -253,7 +253,7 @@ def test_interrupted_evaluation_continues(binary, tmp_path, monkeypatch):
     lm = HarnessLM(dataclasses.replace(binary, forward=lambda idx, **options: again.append(1) or binary.forward(idx, **options)),
                    batch_tokens=64, cache=tmp_path / "finished")
     assert len(lm.finished) > 5
-    close(lm.score(pairs), HarnessLM(binary).score(pairs))
+    assert_close(lm.score(pairs), HarnessLM(binary).score(pairs))
     whole = []
     HarnessLM(dataclasses.replace(binary, forward=lambda idx, **options: whole.append(1) or binary.forward(idx, **options)), batch_tokens=64).score(pairs)
     assert len(again) < len(whole)
@@ -293,7 +293,7 @@ def test_empty_context_takes_the_prefix_token(binary):
     """EV-04: by hand, with the end-of-text id in front."""
     ids = binary.encode(["Hello there"], False)[0]
     lm = HarnessLM(binary)
-    close(lm.loglikelihood([request("", "Hello there"), request("  ", "x")]), [direct(binary, [0], ids), direct(binary, [0], binary.encode(["  x"], False)[0])])
+    assert_close(lm.loglikelihood([request("", "Hello there"), request("  ", "x")]), [direct(binary, [0], ids), direct(binary, [0], binary.encode(["  x"], False)[0])])
     assert lm.prefix_token_id == 0 and binary.prefix_reason
     assert HarnessLM(stub(uniform)).loglikelihood([request("", "\0a")]) == [(pytest.approx(-math.log(256)), False)]  # it is there already
 
@@ -338,7 +338,7 @@ def test_long_and_empty_continuations(binary):
     pairs = arrays([([3], ids) for ids in long] + [([3, 4], []), ([3, 4], [5])])
     got = HarnessLM(binary).score(pairs)
     windows = lambda ids: [direct(binary, *window) for window in map(make_disjoint_window, get_rolling_token_windows(ids.tolist(), 3, T, 1))]  # noqa: E731
-    close(got, [(sum(n for n, _ in windows(ids)), all(g for _, g in windows(ids))) for ids in long] + [(0.0, True), direct(binary, [3, 4], [5])])
+    assert_close(got, [(sum(n for n, _ in windows(ids)), all(g for _, g in windows(ids))) for ids in long] + [(0.0, True), direct(binary, [3, 4], [5])])
     assert HarnessLM(stub(uniform)).loglikelihood([request("a", ""), request("", "")]) == [(0.0, True)] * 2
 
 
@@ -771,9 +771,9 @@ def test_scores_through_the_harness_s_backend_equal_ours(make_run, tmp_path, tra
     texts = hf.generate_until(stop, disable_tqdm=True)
     for lm in lms:
         assert lm.max_length == T and lm.prefix_token_id == hf.prefix_token_id
-        close(lm.loglikelihood(requests), expected, 1e-3)
+        assert_close(lm.loglikelihood(requests), expected, 1e-3)
         assert lm.loglikelihood_rolling(pages) == pytest.approx(rolling, abs=1e-2)
-        close(lm.score(random_pairs()), lms[0].score(random_pairs()), 1e-3)
+        assert_close(lm.score(random_pairs()), lms[0].score(random_pairs()), 1e-3)
     assert lms[1].generate_until(stop) == texts
 
 

@@ -226,7 +226,7 @@ def random_texts(n, seed):
             for _ in range(n)]
 
 
-def same_ids(path, texts):
+def assert_same_ids(path, texts):
     """Assert that there is a fast path and that it gives what tokenizers gives; return how many ids there were."""
     tokenizer = prepare.load_tokenizer(path)
     fast = prepare.make_encoder(tokenizer, prepare.find_twin(tokenizer))
@@ -238,26 +238,26 @@ def same_ids(path, texts):
 
 @needs_shared
 def test_ids_equal_tokenizers_on_hard_text():
-    assert same_ids(SMOLLM2, HARD + random_texts(6000, seed=1)) > 100_000
+    assert assert_same_ids(SMOLLM2, HARD + random_texts(6000, seed=1)) > 100_000
 
 
 @needs_shared
 def test_ids_equal_tokenizers_on_every_code_point():
     characters = [chr(i) for i in range(0x110000) if not 0xD800 <= i < 0xE000]
     # Alone it would not show how it is cut off from what stands beside it.
-    same_ids(SMOLLM2, [f"a{c} {c}1{c}{c}  {c}\n {c}" for c in characters[:0x3400]])
-    same_ids(SMOLLM2, ["".join(f"a{c} {c}1 {c}" for c in characters[i:i + 64]) for i in range(0, len(characters), 64)])
+    assert_same_ids(SMOLLM2, [f"a{c} {c}1{c}{c}  {c}\n {c}" for c in characters[:0x3400]])
+    assert_same_ids(SMOLLM2, ["".join(f"a{c} {c}1 {c}" for c in characters[i:i + 64]) for i in range(0, len(characters), 64)])
 
 
 @needs_shared
 def test_ids_equal_tokenizers_on_joins_of_vocabulary_words():
     tokenizer, draw = prepare.load_tokenizer(SMOLLM2), random.Random(2)
     words = [tokenizer.decode([i]) for i in range(17, 49_152)]
-    same_ids(SMOLLM2, ["".join(draw.choices(words, k=2)) for _ in range(20_000)])
+    assert_same_ids(SMOLLM2, ["".join(draw.choices(words, k=2)) for _ in range(20_000)])
 
 
 def test_ids_equal_tokenizers_for_a_trained_tokenizer(tokenizer_path):
-    same_ids(tokenizer_path, HARD + random_texts(2000, seed=3))
+    assert_same_ids(tokenizer_path, HARD + random_texts(2000, seed=3))
 
 
 def test_ids_equal_tokenizers_for_the_gpt2_pre_tokenizer(tokenizer_path, tmp_path):
@@ -265,7 +265,7 @@ def test_ids_equal_tokenizers_for_the_gpt2_pre_tokenizer(tokenizer_path, tmp_pat
     spec["pre_tokenizer"] = spec["pre_tokenizer"]["pretokenizers"][1]
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(spec))
-    same_ids(path, HARD + random_texts(2000, seed=4))
+    assert_same_ids(path, HARD + random_texts(2000, seed=4))
 
 
 @pytest.mark.parametrize("change, reason", [
@@ -795,7 +795,7 @@ def test_interrupt_is_one_line(tokenizer_path, tmp_path, moment):
     process = subprocess.Popen([sys.executable, ROOT / "prepare.py", f"--source={source}",
                                 f"--tokenizer={tokenizer_path}", f"--out={tmp_path}/out", "--workers=2"],
                                stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    reached = {"start": lambda: len(descendants(process.pid)) == 2, "starting workers": lambda: len(descendants(process.pid)) > 2,
+    reached = {"start": lambda: len(descendants(process.pid)) >= 2, "starting workers": lambda: len(descendants(process.pid)) > 2,
                "work": lambda: any(path.stat().st_size for path in tmp_path.glob("out/train/*.tmp"))}[moment]
     while not reached():
         assert process.poll() is None
@@ -1188,7 +1188,6 @@ def test_max_documents_reads_only_the_row_groups_it_needs(hub, server, tokenizer
 
 
 def test_a_hub_that_is_away_is_one_line(tmp_path):
-    one_line(command("--source=fineweb-edu", "--shards=0:1", "--tokenizer=utf16", f"--out={tmp_path}/out",
-                     HF_ENDPOINT="http://127.0.0.1:9",
-                     HF_HOME=str(tmp_path / "hf"), HF_HUB_OFFLINE="1"), "train-00000-of-00234.parquet",
-             "cannot be fetched")
+    assert one_line(command("--source=fineweb-edu", "--shards=0:1", "--tokenizer=utf16", f"--out={tmp_path}/out",
+                            HF_ENDPOINT="http://127.0.0.1:9", HF_HOME=str(tmp_path / "hf"), HF_HUB_OFFLINE="1"),
+                    "train-00000-of-00234.parquet", "cannot be fetched")
