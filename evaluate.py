@@ -20,14 +20,16 @@ continuation, and whether greedy decoding gives it. The last token is never an i
     context c0 c1 c2, continuation a0 a1       input   c0 c1 c2 a0
                                                scored        a0 a1       the logits at c2 and at a0
 
-Equal inputs are run once, and so is a prefix that several inputs share: its keys and values serve each of their suffixes.
-So a question is read once for all its answers, and MMLU's worked examples once for all questions of a subject.
+Equal inputs are run once, and so is a prefix that several share: prefix and suffixes lie in one row as a tree, or, where a
+row would be too long, the suffixes are run on the prefix's keys and values. So a question is read once for all its
+answers, and MMLU's worked examples once for all questions of a subject. Short rows are packed: there is little padding.
 
 A checkpoint is a run directory (its newest checkpoint is taken) or a step-*.pt file, with the run's tokenizer.json beside
 it. score writes heldout-STEP.json, or SUITE-STEP.json for compare.py, there (in out/NAME/ for a reference model).
 """
 
 import argparse
+import bisect
 import contextlib
 import hashlib
 import inspect
@@ -63,10 +65,9 @@ TASK_FOLDERS = {"arc_easy": "arc", "arc_challenge": "arc", "lambada_openai": "la
 MAX_LENGTH = 2048       # the paper's, for every model: a longer context would give a reference longer prompts and windows
 BOOTSTRAP_ITERS = 1000  # of the harness, for LAMBADA's perplexity alone; its default of 100,000 takes half a minute
 FEWSHOT_SEED = 1234     # the harness's default
-GATHER_COST = 2         # what it costs to put a row on a shared prefix, in tokens; 0 to 4 come to much the same
-CACHED = 4              # times --batch_tokens: positions whose keys and values a batch may hold
-PADDING = 32            # a batch ends where more than this part of --batch_tokens would be padding
-CHUNK_BATCHES = 16      # batches between two writes of the finished requests
+SHARING_COST = 2        # tokens; without it, all rows that begin with the same word would be one group
+ROW = 512               # the longest row that several sequences may lie in: attention there is dense
+CACHED = 4              # times --batch_tokens: positions whose keys and values a batch may look at
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -200,7 +201,7 @@ def share_prefixes(rows, limits):
         while stack and stack[-1][0] > common:  # these intervals end here: each is one group, or the groups inside it
             length, start, inside, members = stack.pop()
             saved, groups = inside + saved, members + groups
-            if (whole := (end - start - 1) * length - (end - start) * GATHER_COST) > saved:
+            if (whole := (end - start - 1) * length - (end - start) * SHARING_COST) > saved:
                 saved, groups = whole, [(length, start, end)]
         if stack and stack[-1][0] == common:
             stack[-1][2] += saved
@@ -352,7 +353,7 @@ class HarnessLM(TemplateLM):
         return scores
 
     def run(self, todo):
-        """Score {key: (row, targets)}, int32 as bytes, into self.finished; in parts, of groups with their prefixes in one batch."""
+        """Score {key: (row, targets)}, int32 as bytes, into self.finished."""
         scored = {}  # row -> [(key, targets), ...] to score at its end
         for key, (row, targets) in todo.items():
             scored.setdefault(row, []).append((key, np.frombuffer(targets, np.int32)))
@@ -360,35 +361,32 @@ class HarnessLM(TemplateLM):
         # A prefix has at most one place where something is scored: its last, the end of a context.
         limits = [len(row) - max(len(targets) for _, targets in pieces) + 1 for row, pieces in rows]
         cuts = share_prefixes([row for row, _ in rows], limits if self.share else [0] * len(rows))
-        groups = [(length, rows[start:end]) for length, start, end in cuts]
-        # Rows on their own first, and the longest of them: memory trouble shows at once. Then prefixes of alike lengths.
-        groups.sort(key=lambda group: (group[0] > 0, -group[0], -len(group[1][0][0])))
-        groups = groups[self.part::self.parts]
-        bar = tqdm(total=sum(map(count_tokens, groups)), unit=" tokens", unit_scale=True, disable=self.part > 0 or None)
-        while groups:
-            longest, n, tokens, padding = groups[0][0], 0, 0, 0
-            while n < len(groups) and (not n or (groups[n][0] > 0) == (longest > 0) and padding * PADDING <= self.batch_tokens
-                                       and (n + 1) * longest <= CACHED * self.batch_tokens
-                                       and tokens <= CHUNK_BATCHES * self.batch_tokens):
-                padding += longest - groups[n][0]
-                tokens += count_tokens(groups[n])
-                n += 1
+        batches = self.plan([(length, rows[start:end]) for length, start, end in cuts][self.part::self.parts])
+        bar = tqdm(total=sum(count_tokens(group) for _, packed in batches for row in packed for group in row),
+                   unit=" tokens", unit_scale=True, disable=self.part > 0 or None)
+        prefix, cache = None, None
+        while batches:
+            shared, packed = batches[0]
             try:
-                found = self.run_groups(groups[:n])
+                if shared is not prefix:
+                    prefix, cache = shared, self.run_prefix(shared)
+                found = self.score_rows(packed, cache)
             except RuntimeError as error:
                 short = isinstance(error, torch.OutOfMemoryError) or "not enough memory" in str(error)
-                if not short or self.batch_tokens < 2:
+                if not short or len(packed) == 1:
                     raise
                 self.batch_tokens //= 2
                 print(f"out of memory; continuing with --batch_tokens={self.batch_tokens}", file=sys.stderr)
+                batches = [(shared, half) for shared, packed in batches
+                           for half in (packed[:(len(packed) + 1) // 2], packed[(len(packed) + 1) // 2:]) if half]
                 continue
             self.finished |= found
             if self.cache:
                 self.cache.parent.mkdir(parents=True, exist_ok=True)
                 with open(f"{self.cache}.{self.part}", "a") as file:
                     file.writelines(f"{key} {nats!r} {greedy:d}\n" for key, (nats, greedy) in found.items())
-            bar.update(tokens)
-            groups = groups[n:]
+            bar.update(sum(count_tokens(group) for row in packed for group in row))
+            batches = batches[1:]
         bar.close()
         if self.parts > 1:
             parts = [None] * self.parts
@@ -396,66 +394,89 @@ class HarnessLM(TemplateLM):
             for part in parts:
                 self.finished |= part
 
+    def plan(self, groups):
+        """Return the batches [(shared prefix or None, packed rows), ...] of groups, the longest rows first, so that memory
+        trouble shows at once. A group too long for one row has its prefix run alone, and its suffixes packed on that."""
+        whole, large = [], []
+        for group in groups:
+            (large if len(group[1]) > 1 and count_tokens(group) > ROW else whole).append(group)
+        batches = self.pack(whole, None)
+        for length, members in sorted(large, key=lambda group: -group[0]):
+            shared = members[0][0][:length - 1]  # less its last token, at which something may be scored
+            batches += self.pack([(0, [(row[len(shared):], pieces)]) for row, pieces in members], shared)
+        return batches
+
+    def pack(self, groups, shared):
+        """Return batches of groups, as plan does. A row's first group is the longest that is left; then come, up to ROW and
+        to the length of the batch's first row, the longest that fit."""
+        groups = sorted(groups, key=count_tokens)
+        sizes, batches = [count_tokens(group) for group in groups], []
+        while groups:
+            T, rows = sizes[-1], []
+            most = min(self.batch_tokens // T, CACHED * self.batch_tokens // (T + len(shared if shared is not None else ())))
+            while groups and len(rows) < max(most, 1):
+                room, row, i = T, [], len(groups)
+                while i:
+                    row.append(groups.pop(i - 1))
+                    room -= sizes.pop(i - 1)
+                    i = bisect.bisect_right(sizes, min(room, ROW - T + room)) if self.share else 0
+                rows.append(row)
+            batches.append((shared, rows))
+        return batches
+
     @torch.inference_mode()
-    def run_groups(self, groups):
-        """Run the prefixes of groups as one batch, then their suffixes on the prefixes' keys and values.
+    def run_prefix(self, prefix):
+        """Return the keys and values of a prefix, int32 ids; None of none."""
+        if prefix is None:
+            return None
+        cache, none = self.candidate.new_cache(), torch.empty(0, dtype=torch.int64, device=self.device)
+        self.candidate.forward(torch.tensor(prefix[None], dtype=torch.int64, device=self.device), cache=cache, select=(none, none))
+        return cache
 
-        Returns {key: (log-likelihood, is greedy)} of all that is scored on their rows.
+    @torch.inference_mode()
+    def score_rows(self, rows, cache):
+        """Run packed rows as one batch on a prefix's keys and values, or on none; return {key: (log-likelihood, is greedy)}.
+
+        A group lies in its row as a tree, its prefix once and then the suffixes, each of which sees the prefix and itself:
+
+            ids        a b c d e f g x y       of the rows a b c d, a b c e f, a b c g and x y
+            positions  0 1 2 3 3 4 3 0 1
+            tree       0 0 0 0 0 0 0 1 1
+            branch     0 0 0 1 2 2 3 1 1       0 is seen by all of its tree
         """
-        cache, found, suffixes = None, {}, []
-        for g, (length, members) in enumerate(groups):
-            for row, pieces in members:
-                rest = [(key, targets[max(0, length - len(row) + len(targets)):]) for key, targets in pieces]
-                suffixes += [(g, length, row[length:], rest)] if len(row) > length else []
-        suffixes.sort(key=lambda suffix: -len(suffix[2]))
-        if groups[0][0]:
-            cache = self.candidate.new_cache()
-            firsts = [[(key, targets[:1]) for row, pieces in members for key, targets in pieces
-                       if len(row) - len(targets) < length] for length, members in groups]
-            found = self.score_rows([members[0][0][:length] for length, members in groups], firsts, {"cache": cache})
-        while suffixes:
-            n, past, padding, T = 0, 0, 0, len(suffixes[0][2])
-            while n < len(suffixes) and (not n or (n + 1) * T <= self.batch_tokens and padding * PADDING <= self.batch_tokens
-                                         and (n + 1) * (max(past, suffixes[n][1]) + T) <= CACHED * self.batch_tokens):
-                past, padding = max(past, suffixes[n][1]), padding + T - len(suffixes[n][2])
-                n += 1
-            batch, suffixes = suffixes[:n], suffixes[n:]
-            options = {}
-            if cache:
-                places = [g for g, *_ in batch]
-                if len(set(places)) == 1:  # all on one prefix: they look at the same keys, and nothing is copied
-                    places = slice(places[0], places[0] + 1)
-                expanded = [{name: t[places, :, :past].expand(n, -1, -1, -1) for name, t in layer.items()}
-                            for layer in cache]
-                own = torch.tensor([length for _, length, *_ in batch], device=self.device)[:, None]
-                steps, keys = torch.arange(T, device=self.device), torch.arange(past + T, device=self.device)
-                seen = (keys < own[..., None]) | ((keys >= past) & (keys - past <= steps[:, None]))  # (B, T, past + T)
-                options = {"cache": expanded, "positions": own + steps, "mask": seen[:, None]}
-            more = self.score_rows([row for *_, row, _ in batch], [rest for *_, rest in batch], options)
-            for key, (nats, greedy) in more.items():
-                first, yes = found.get(key, (0.0, True))
-                found[key] = (first + nats, yes and greedy)
-        return found
-
-    def pad(self, rows):
-        """Return rows as int64 (B, T), padded on the right, where a causal model does not look."""
-        idx = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.int64)
+        past = cache[0]["k"].size(2) if cache else 0
+        shape = len(rows), max(sum(map(count_tokens, row)) for row in rows)
+        ids, positions, branches = np.zeros((3, *shape), np.int64)
+        trees = np.full(shape, -1)  # padding is at the right, a tree of its own
+        pieces, places = [], []
         for b, row in enumerate(rows):
-            idx[b, :len(row)] = torch.tensor(row)
-        return idx.to(self.device)
-
-    def score_rows(self, rows, scored, options):
-        """Run rows as one batch; return {key: (log-likelihood, is greedy)} of the (key, targets) at the end of each."""
-        idx, found = self.pad(rows), {}
-        pieces = [(b * idx.size(1) + len(row) - len(targets), key, targets)
-                  for b, (row, pieces) in enumerate(zip(rows, scored)) for key, targets in pieces]
-        wanted = np.concatenate([np.empty(0, np.int64), *(np.arange(at, at + len(targets)) for at, _, targets in pieces)])
-        places, index = np.unique(wanted, return_inverse=True)  # the answers to one question begin at one place
-        select = tuple(torch.from_numpy(part).to(self.device) for part in np.divmod(places, idx.size(1)))
-        logits = self.candidate.forward(idx, select=select, **options)
-        targets = np.concatenate([np.empty(0, np.int64), *(targets for *_, targets in pieces)])
-        targets = torch.from_numpy(targets.astype(np.int64)).to(self.device)
-        index = torch.from_numpy(index).to(self.device)
+            at = 0
+            for tree, (length, members) in enumerate(row):
+                end = at + count_tokens((length, members))
+                trees[b, at:end] = tree
+                front = np.arange(at, at + length)
+                ids[b, front], positions[b, front] = members[0][0][:length], np.arange(length)
+                at += length
+                for branch, (own, scored) in enumerate(members, 1):
+                    columns = np.concatenate((front, np.arange(at, at + len(own) - length)))
+                    at += len(own) - length
+                    ids[b, columns[length:]] = own[length:]
+                    positions[b, columns[length:]] = np.arange(length, len(own))
+                    branches[b, columns[length:]] = branch
+                    for key, targets in scored:
+                        pieces.append((key, targets))
+                        places.append(b * shape[1] + columns[len(own) - len(targets):])
+        places, index = np.unique(np.concatenate(places), return_inverse=True)  # answers to one question begin at one place
+        ids, positions, trees, branches, index, *select = (
+            torch.from_numpy(array).to(self.device) for array in (ids, positions, trees, branches, index, *np.divmod(places, shape[1])))
+        options = {}
+        if any(len(row) > 1 or len(row[0][1]) > 1 for row in rows):
+            seen = (trees[:, :, None] == trees[:, None]) & ((branches[:, None] == 0) | (branches[:, :, None] == branches[:, None]))
+            options = {"positions": past + positions, "mask": F.pad(seen.tril(), (past, 0), value=True)[:, None]}
+        if cache:
+            options["cache"] = [{name: t.expand(len(rows), -1, -1, -1) for name, t in layer.items()} for layer in cache]
+        logits = self.candidate.forward(ids, select=tuple(select), **options)
+        targets = torch.from_numpy(np.concatenate([targets for _, targets in pieces]).astype(np.int64)).to(self.device)
         nats = torch.empty(len(index), device=self.device)
         # In float32, also for a bfloat16 model; a part at a time, as 16,384 x 49,152 float32 logits would be 3.2 GB. By the
         # harness's own formula: log_softmax is 8e-6 nats a token off the exact value on a CPU, logsumexp is not.
@@ -463,8 +484,8 @@ class HarnessLM(TemplateLM):
             here = (index >= at) & (index < at + 1024)
             nats[here] = F.log_softmax(logits[at:at + 1024].float(), dim=-1)[index[here] - at, targets[here]]
         nats, greedy = nats.double().cpu().numpy(), (logits.argmax(-1)[index] == targets).cpu().numpy()
-        at = 0
-        for _, key, targets in pieces:
+        found, at = {}, 0
+        for key, targets in pieces:
             found[key] = (float(nats[at:at + len(targets)].sum()), bool(greedy[at:at + len(targets)].all()))
             at += len(targets)
         return found

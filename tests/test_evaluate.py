@@ -142,7 +142,10 @@ def test_greedy_flag_and_shift():
 
 @pytest.mark.parametrize("batch_tokens", (1, 70, 200, 100_000))
 @pytest.mark.parametrize("share", (True, False))
-def test_scores_do_not_depend_on_the_batch(binary, batch_tokens, share):
+@pytest.mark.parametrize("row", (10, 50, 512))
+def test_scores_do_not_depend_on_the_batch(binary, batch_tokens, share, row, monkeypatch):
+    """Neither on the rows that sequences are packed in, nor on whether a prefix is in the row or its keys and values are."""
+    monkeypatch.setattr(evaluate, "ROW", row)
     pairs = random_pairs(1) + arrays([(np.arange(n), [7, 8]) for n in range(3, 300, 16)])
     assert_close(HarnessLM(binary, batch_tokens=batch_tokens, share=share).score(pairs), HarnessLM(binary, share=False, batch_tokens=T).score(pairs))
 
@@ -168,6 +171,18 @@ def test_sharing_saves_the_tokens_it_should(binary):
     seen.clear()
     HarnessLM(counting).score(arrays([(context, [i]) for i in range(5)]))  # one-token answers: one row, one place
     assert sum(seen) == 40
+    seen.clear()
+    HarnessLM(counting).score(arrays([(context + [100 + i // 4, i, 5], [200]) for i in range(200)]))
+    assert sum(seen) == 39 + 200 * 4  # too long for one row: the context less its last token, then rows on its keys and values
+
+
+def test_rows_are_packed_without_gaps(binary):
+    seen, r = [], np.random.default_rng(7)
+    counting = dataclasses.replace(binary, forward=lambda idx, **options: seen.append(idx.shape) or binary.forward(idx, **options))
+    pairs = arrays([(r.integers(0, 320, n), [1]) for n in r.integers(4, T, 300)])
+    HarnessLM(counting).score(pairs)
+    assert sum(b * t for b, t in seen) < 1.1 * sum(len(context) for context, _ in pairs)
+    assert [t for _, t in seen] == sorted((t for _, t in seen), reverse=True)  # memory trouble shows at once
 
 
 def test_cost_is_linear_in_the_requests(binary):
@@ -187,19 +202,19 @@ def most_saved(rows, limits):
     if len(rows) < 2:
         return 0
     common = [min(limits[i], limits[i + 1], len(os.path.commonprefix([rows[i].tolist(), rows[i + 1].tolist()]))) for i in range(len(rows) - 1)]
-    whole = (len(rows) - 1) * min(common) - len(rows) * evaluate.GATHER_COST
+    whole = (len(rows) - 1) * min(common) - len(rows) * evaluate.SHARING_COST
     cuts = [0, *(i + 1 for i, n in enumerate(common) if n == min(common)), len(rows)]
     return max(whole, sum(most_saved(rows[a:b], limits[a:b]) for a, b in itertools.pairwise(cuts)))
 
 
 def test_share_prefixes_example_and_optimum():
     rows = [np.frombuffer(text.encode(), np.uint8).astype(np.int32) for text in ("abcd", "abcef", "abcg", "xy")]
-    gather, evaluate.GATHER_COST = evaluate.GATHER_COST, 0
+    cost, evaluate.SHARING_COST = evaluate.SHARING_COST, 0
     try:
         assert evaluate.share_prefixes(rows, [len(row) for row in rows]) == [(3, 0, 3), (0, 3, 4)]
         assert evaluate.share_prefixes([], []) == []
-        for gather_cost in (0, 1, 4):
-            evaluate.GATHER_COST = gather_cost
+        for sharing_cost in (0, 1, 4):
+            evaluate.SHARING_COST = sharing_cost
             for seed in range(40):
                 r = np.random.default_rng(seed)
                 drawn = {tuple(np.repeat(r.integers(0, 2, 5), r.integers(1, 5, 5)).tolist()) for _ in range(8)}
@@ -210,10 +225,10 @@ def test_share_prefixes_example_and_optimum():
                 for length, start, end in groups:
                     assert all(row[:length].tolist() == rows[start][:length].tolist() and length <= limit
                                for row, limit in zip(rows[start:end], limits[start:end]))
-                saved = sum((end - start - 1) * length - (end - start) * gather_cost for length, start, end in groups if length)
+                saved = sum((end - start - 1) * length - (end - start) * sharing_cost for length, start, end in groups if length)
                 assert saved == most_saved(rows, limits)
     finally:
-        evaluate.GATHER_COST = gather
+        evaluate.SHARING_COST = cost
 
 
 def test_many_nested_prefixes_need_no_recursion():
@@ -222,7 +237,10 @@ def test_many_nested_prefixes_need_no_recursion():
     assert groups[-1][2] == len(rows)
 
 
-def test_memory_trouble_halves_the_batch(binary, capsys):
+@pytest.mark.parametrize("row", (10, T))
+def test_memory_trouble_halves_the_batch(binary, capsys, row, monkeypatch):
+    monkeypatch.setattr(evaluate, "ROW", row)
+
     def forward(idx, cache=None, **options):
         if idx.numel() > 100:
             raise torch.OutOfMemoryError("CUDA out of memory")
@@ -235,13 +253,12 @@ def test_memory_trouble_halves_the_batch(binary, capsys):
         HarnessLM(dataclasses.replace(binary, forward=lambda *a, **k: (_ for _ in ()).throw(RuntimeError("shape")))).score(pairs)
 
 
-def test_interrupted_evaluation_continues(binary, tmp_path, monkeypatch):
-    monkeypatch.setattr(evaluate, "CHUNK_BATCHES", 0)
+def test_interrupted_evaluation_continues(binary, tmp_path):
     calls = []
 
     def dies(idx, **options):
         calls.append(1)
-        if len(calls) > 12:
+        if len(calls) > 6:
             raise KeyboardInterrupt
         return binary.forward(idx, **options)
     pairs = random_pairs(5)

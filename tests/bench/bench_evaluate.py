@@ -47,14 +47,15 @@ def requests_of(task, docs, data_dir):
     return requests
 
 
-def timed(score, repeats=2, clock=time.perf_counter):
-    """Return the least seconds of a few runs."""
-    best = float("inf")
+def timed(ways, repeats, clock):
+    """Return {name: least seconds} of functions: all of them once, then all again, for a machine whose speed changes."""
+    best = dict.fromkeys(ways, float("inf"))
     for _ in range(repeats):
-        with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
-            start = clock()
-            score()
-            best = min(best, clock() - start)
+        for name, score in ways.items():
+            with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+                start = clock()
+                score()
+                best[name] = min(best[name], clock() - start)
     return best
 
 
@@ -97,7 +98,7 @@ def main():
                     lm = evaluate.HarnessLM(candidate, args.device, share=share)
                     return lm.loglikelihood_rolling(requests) if task == "wikitext" else lm._loglikelihood_tokens(pairs)
                 ways[name + ("" if share else ", no_share")] = run
-        seconds = {name: timed(way, args.repeats, clock) for name, way in ways.items()}
+        seconds = timed(ways, args.repeats, clock)
         best = min(value for name, value in seconds.items() if name.startswith("hf"))
         ratios[task] = {name: best / value for name, value in seconds.items() if not name.startswith("hf")}
         print(f"{task:16} {len(requests):5} requests  " + "  ".join(f"{name} {value:.2f} s" for name, value in seconds.items())
