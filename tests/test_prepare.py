@@ -226,13 +226,22 @@ def random_texts(n, seed):
             for _ in range(n)]
 
 
+def fast_encoders(tokenizer):
+    """Yield the encoders by the fast engines: splintr where it is installed, and tiktoken."""
+    if prepare.splintr:
+        yield prepare.make_encoder(tokenizer, prepare.find_twin(tokenizer))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepare, "splintr", None)
+        yield prepare.make_encoder(tokenizer, prepare.find_twin(tokenizer))
+
+
 def assert_same_ids(path, texts):
     """Assert that there is a fast path and that it gives what tokenizers gives; return how many ids there were."""
     tokenizer = prepare.load_tokenizer(path)
-    fast = prepare.make_encoder(tokenizer, prepare.find_twin(tokenizer))
     encodings = tokenizer.encode_batch(texts, add_special_tokens=False)
-    for text, encoding in zip(texts, encodings):
-        assert fast(text).tolist() == encoding.ids, ascii(text[:200])
+    for fast in fast_encoders(tokenizer):
+        for text, encoding in zip(texts, encodings):
+            assert fast(text).tolist() == encoding.ids, ascii(text[:200])
     return sum(len(encoding.ids) for encoding in encodings)
 
 
@@ -276,7 +285,7 @@ def test_ids_equal_tokenizers_for_the_gpt2_pre_tokenizer(tokenizer_path, tmp_pat
                                                                     pre_tokenizers.ByteLevel(False)])),
      "pre-tokenizer"),
 ])
-def test_what_tiktoken_cannot_do_is_left_to_tokenizers(change, reason, tokenizer_path, tmp_path, prepared_from):
+def test_what_the_fast_engines_cannot_do_is_left_to_tokenizers(change, reason, tokenizer_path, tmp_path, prepared_from):
     tokenizer = Tokenizer.from_file(tokenizer_path)
     change(tokenizer)
     path = tmp_path / "tokenizer.json"
@@ -304,27 +313,33 @@ def bpe(merges, extra=()):
     (bpe([("a", "b"), ("b", "c"), ("a", "bc")]), "abc", "token not encoded as itself"),  # it is always ab c
     (bpe([("b", "c"), ("a", "b")], extra=["ab"]), "abc", "merge out of order"),  # ids not in the merges' order
 ])
-def test_vocabularies_on_which_tiktoken_would_differ_are_refused(tokenizer, text, reason):
+def test_vocabularies_on_which_the_fast_engines_would_differ_are_refused(tokenizer, text, reason):
     with pytest.raises(ValueError, match=reason):
         prepare.find_twin(tokenizer)
 
 
 def test_bytes_without_a_token_are_dropped_as_tokenizers_drops_them():
     tokenizer = bpe([("a", "b"), ("c", "d"), ("ab", "cd")])
-    encode = prepare.make_encoder(tokenizer, prepare.find_twin(tokenizer))
-    for text in ("axb", "abxcd", "x", "xabcd", "ab cd"):
-        assert encode(text).tolist() == tokenizer.encode(text).ids
-    assert encode("abxcd").tolist() == [7], "the neighbours of the hole join, as in tokenizers"
+    for encode in fast_encoders(tokenizer):
+        for text in ("axb", "abxcd", "x", "xabcd", "ab cd"):
+            assert encode(text).tolist() == tokenizer.encode(text).ids
+        assert encode("abxcd").tolist() == [7], "the neighbours of the hole join, as in tokenizers"
+
+
+LONG = ["a" * 1_000_000, "^" * 1_000_000, " " * 1_000_000, "\n" * 1_000_000, "1" * 300_000,
+        "".join(random.Random(5).choices("abcdefghijklmnopqrstuvwxyz", k=100_000))]
+
+
+@needs_shared
+def test_ids_equal_tokenizers_on_long_runs():
+    assert_same_ids(SMOLLM2, LONG)
 
 
 @needs_shared
 def test_long_runs_take_bounded_time(tmp_path):
-    """A million equal characters end the regular expression's stack and are quadratic for a careless BPE."""
-    draw = random.Random(5)
-    hard = ["a" * 1_000_000, "^" * 1_000_000, " " * 1_000_000, "\n" * 1_000_000, "1" * 300_000,
-            "".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=100_000))]
+    """A million equal characters end a regular expression's stack and are quadratic for a careless BPE."""
     start = time.monotonic()
-    result = command(f"--source={parquet(tmp_path / 'a.parquet', hard + texts_of(100))}", f"--tokenizer={SMOLLM2}",
+    result = command(f"--source={parquet(tmp_path / 'a.parquet', LONG + texts_of(100))}", f"--tokenizer={SMOLLM2}",
                      f"--out={tmp_path}/out", "--val_fraction=0", "--workers=2")
     assert result.returncode == 0, result.stderr
     assert len(documents(tmp_path / "out")) == 106 and time.monotonic() - start < 60
@@ -430,7 +445,7 @@ def test_stdlib_in_two_processes_gives_the_same_bytes(tmp_path):
     assert contents(tmp_path / "1") == contents(tmp_path / "2")
     meta = prepare.read_meta(tmp_path / "1")
     assert meta["tokenizer"]["vocab_size"] == 3072 and meta["shards"][0]["val"]["documents"] > 2
-    for part in ("of more than 512 tokens", "bytes per token", "rows skipped", "ids by tiktoken"):
+    for part in ("of more than 512 tokens", "bytes per token", "rows skipped", f"ids by {prepare.FAST}"):
         assert part in results[0].stdout
     assert not results[0].stderr, "quiet where it is not a terminal"
     tokenizer = prepare.load_tokenizer(tmp_path / "1" / "tokenizer.json")
