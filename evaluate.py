@@ -65,9 +65,11 @@ TASK_FOLDERS = {"arc_easy": "arc", "arc_challenge": "arc", "lambada_openai": "la
 MAX_LENGTH = 2048       # the paper's, for every model: a longer context would give a reference longer prompts and windows
 BOOTSTRAP_ITERS = 1000  # of the harness, for LAMBADA's perplexity alone; its default of 100,000 takes half a minute
 FEWSHOT_SEED = 1234     # the harness's default
-SHARING_COST = 2        # tokens; without it, all rows that begin with the same word would be one group
+SHARING_COST = 8        # a group must save more than this part of its tokens, as rows of groups are wider; else one shared
+                        # word would be enough
 ROW = 512               # the longest row that several sequences may lie in: attention there is dense
 CACHED = 4              # times --batch_tokens: positions whose keys and values a batch may look at
+PADDING = 32            # a batch ends where more than this part of --batch_tokens would be padding
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -191,6 +193,7 @@ def share_prefixes(rows, limits):
         x y              -> (0, 3, 4)
     """
     stack = []  # nested intervals of rows that begin alike, the widest first: [common length, first row, saved, groups]
+    before = np.cumsum([0, *map(len, rows)])
     for end in range(1, len(rows) + 1):
         common = -1
         if end < len(rows):
@@ -201,7 +204,8 @@ def share_prefixes(rows, limits):
         while stack and stack[-1][0] > common:  # these intervals end here: each is one group, or the groups inside it
             length, start, inside, members = stack.pop()
             saved, groups = inside + saved, members + groups
-            if (whole := (end - start - 1) * length - (end - start) * SHARING_COST) > saved:
+            again = (end - start - 1) * length
+            if (whole := again - (before[end] - before[start] - again) / SHARING_COST) > saved:
                 saved, groups = whole, [(length, start, end)]
         if stack and stack[-1][0] == common:
             stack[-1][2] += saved
@@ -412,15 +416,16 @@ class HarnessLM(TemplateLM):
         groups = sorted(groups, key=count_tokens)
         sizes, batches = [count_tokens(group) for group in groups], []
         while groups:
-            T, rows = sizes[-1], []
+            T, rows, padding = sizes[-1], [], 0
             most = min(self.batch_tokens // T, CACHED * self.batch_tokens // (T + len(shared if shared is not None else ())))
-            while groups and len(rows) < max(most, 1):
+            while groups and len(rows) < max(most, 1) and padding * PADDING <= self.batch_tokens:
                 room, row, i = T, [], len(groups)
                 while i:
                     row.append(groups.pop(i - 1))
                     room -= sizes.pop(i - 1)
                     i = bisect.bisect_right(sizes, min(room, ROW - T + room)) if self.share else 0
                 rows.append(row)
+                padding += room
             batches.append((shared, rows))
         return batches
 

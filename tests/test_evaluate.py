@@ -197,38 +197,41 @@ def test_cost_is_linear_in_the_requests(binary):
     assert costs[1] == 2 * costs[0]
 
 
+def saving(rows, length):
+    """Return what rows that share a prefix of this length save, less the cost of sharing."""
+    again = (len(rows) - 1) * length
+    return again - (sum(map(len, rows)) - again) / evaluate.SHARING_COST
+
+
 def most_saved(rows, limits):
     """The definition, recursively: rows are one group, or cut wherever fewest tokens are common."""
     if len(rows) < 2:
         return 0
     common = [min(limits[i], limits[i + 1], len(os.path.commonprefix([rows[i].tolist(), rows[i + 1].tolist()]))) for i in range(len(rows) - 1)]
-    whole = (len(rows) - 1) * min(common) - len(rows) * evaluate.SHARING_COST
+    whole = saving(rows, min(common))
     cuts = [0, *(i + 1 for i, n in enumerate(common) if n == min(common)), len(rows)]
     return max(whole, sum(most_saved(rows[a:b], limits[a:b]) for a, b in itertools.pairwise(cuts)))
 
 
-def test_share_prefixes_example_and_optimum():
+def test_share_prefixes_example_and_optimum(monkeypatch):
     rows = [np.frombuffer(text.encode(), np.uint8).astype(np.int32) for text in ("abcd", "abcef", "abcg", "xy")]
-    cost, evaluate.SHARING_COST = evaluate.SHARING_COST, 0
-    try:
-        assert evaluate.share_prefixes(rows, [len(row) for row in rows]) == [(3, 0, 3), (0, 3, 4)]
-        assert evaluate.share_prefixes([], []) == []
-        for sharing_cost in (0, 1, 4):
-            evaluate.SHARING_COST = sharing_cost
-            for seed in range(40):
-                r = np.random.default_rng(seed)
-                drawn = {tuple(np.repeat(r.integers(0, 2, 5), r.integers(1, 5, 5)).tolist()) for _ in range(8)}
-                rows = [np.array(row, np.int32) for row in sorted(drawn)]
-                limits = [len(row) - 1 for row in rows]
-                groups = evaluate.share_prefixes(rows, limits)
-                assert [start for _, start, _ in groups] + [len(rows)] == [0] + [end for _, _, end in groups]
-                for length, start, end in groups:
-                    assert all(row[:length].tolist() == rows[start][:length].tolist() and length <= limit
-                               for row, limit in zip(rows[start:end], limits[start:end]))
-                saved = sum((end - start - 1) * length - (end - start) * sharing_cost for length, start, end in groups if length)
-                assert saved == most_saved(rows, limits)
-    finally:
-        evaluate.SHARING_COST = cost
+    monkeypatch.setattr(evaluate, "SHARING_COST", math.inf)
+    assert evaluate.share_prefixes(rows, [len(row) for row in rows]) == [(3, 0, 3), (0, 3, 4)]
+    assert evaluate.share_prefixes([], []) == []
+    for cost in (math.inf, 32, 8, 2):
+        monkeypatch.setattr(evaluate, "SHARING_COST", cost)
+        for seed in range(40):
+            r = np.random.default_rng(seed)
+            drawn = {tuple(np.repeat(r.integers(0, 2, 5), r.integers(1, 5, 5)).tolist()) for _ in range(8)}
+            rows = [np.array(row, np.int32) for row in sorted(drawn)]
+            limits = [len(row) - 1 for row in rows]
+            groups = evaluate.share_prefixes(rows, limits)
+            assert [start for _, start, _ in groups] + [len(rows)] == [0] + [end for _, _, end in groups]
+            for length, start, end in groups:
+                assert all(row[:length].tolist() == rows[start][:length].tolist() and length <= limit
+                           for row, limit in zip(rows[start:end], limits[start:end]))
+            saved = sum(saving(rows[start:end], length) for length, start, end in groups if length)
+            assert saved == pytest.approx(most_saved(rows, limits))
 
 
 def test_many_nested_prefixes_need_no_recursion():
