@@ -221,6 +221,38 @@ def count_tokens(group):
     return length + sum(len(row) - length for row, _ in members)
 
 
+def lay_out(rows):
+    """Return (ids, positions, trees, branches, pieces) of packed rows: lists of groups, each of which lies in its row as a
+    tree, the prefix once and then the suffixes, each of which sees the prefix and itself.
+
+        ids        a b c d e f g x y       of the rows a b c d, a b c e f, a b c g and x y
+        positions  0 1 2 3 3 4 3 0 1
+        trees      0 0 0 0 0 0 0 1 1
+        branches   0 0 0 1 2 2 3 1 1       0 is seen by all of its tree
+
+    The four are int64 (B, T), padded on the right with a tree of their own; pieces are (key, targets, places): where the
+    targets are predicted, as indices into the flattened ids.
+    """
+    shape = len(rows), max(sum(map(count_tokens, row)) for row in rows)
+    ids, positions, branches = np.zeros((3, *shape), np.int64)
+    trees, pieces = np.full(shape, -1), []
+    for b, row in enumerate(rows):
+        at = 0
+        for tree, (length, members) in enumerate(row):
+            front = np.arange(at, at + length)
+            ids[b, front], positions[b, front], trees[b, front] = members[0][0][:length], np.arange(length), tree
+            at += length
+            for branch, (own, scored) in enumerate(members, 1):
+                n = len(own) - length
+                back = np.arange(at, at + n)
+                ids[b, back], positions[b, back], trees[b, back] = own[length:], np.arange(length, len(own)), tree
+                branches[b, back] = branch
+                at += n
+                places = b * shape[1] + np.concatenate((front, back))
+                pieces += [(key, targets, places[len(own) - len(targets):]) for key, targets in scored]
+    return ids, positions, trees, branches, pieces
+
+
 class HarnessLM(TemplateLM):
     """lm-evaluation-harness's LM over a Candidate: loglikelihood, loglikelihood_rolling, generate_until.
 
@@ -434,54 +466,30 @@ class HarnessLM(TemplateLM):
         """Return the keys and values of a prefix, int32 ids; None of none."""
         if prefix is None:
             return None
-        cache, none = self.candidate.new_cache(), torch.empty(0, dtype=torch.int64, device=self.device)
-        self.candidate.forward(torch.tensor(prefix[None], dtype=torch.int64, device=self.device), cache=cache, select=(none, none))
+        ids = torch.from_numpy(prefix[None].astype(np.int64)).to(self.device)
+        cache = self.candidate.new_cache()
+        self.candidate.forward(ids, cache=cache, select=(ids[0, :0], ids[0, :0]))
         return cache
 
     @torch.inference_mode()
     def score_rows(self, rows, cache):
-        """Run packed rows as one batch on a prefix's keys and values, or on none; return {key: (log-likelihood, is greedy)}.
-
-        A group lies in its row as a tree, its prefix once and then the suffixes, each of which sees the prefix and itself:
-
-            ids        a b c d e f g x y       of the rows a b c d, a b c e f, a b c g and x y
-            positions  0 1 2 3 3 4 3 0 1
-            tree       0 0 0 0 0 0 0 1 1
-            branch     0 0 0 1 2 2 3 1 1       0 is seen by all of its tree
-        """
-        past = cache[0]["k"].size(2) if cache else 0
-        shape = len(rows), max(sum(map(count_tokens, row)) for row in rows)
-        ids, positions, branches = np.zeros((3, *shape), np.int64)
-        trees = np.full(shape, -1)  # padding is at the right, a tree of its own
-        pieces, places = [], []
-        for b, row in enumerate(rows):
-            at = 0
-            for tree, (length, members) in enumerate(row):
-                end = at + count_tokens((length, members))
-                trees[b, at:end] = tree
-                front = np.arange(at, at + length)
-                ids[b, front], positions[b, front] = members[0][0][:length], np.arange(length)
-                at += length
-                for branch, (own, scored) in enumerate(members, 1):
-                    columns = np.concatenate((front, np.arange(at, at + len(own) - length)))
-                    at += len(own) - length
-                    ids[b, columns[length:]] = own[length:]
-                    positions[b, columns[length:]] = np.arange(length, len(own))
-                    branches[b, columns[length:]] = branch
-                    for key, targets in scored:
-                        pieces.append((key, targets))
-                        places.append(b * shape[1] + columns[len(own) - len(targets):])
-        places, index = np.unique(np.concatenate(places), return_inverse=True)  # answers to one question begin at one place
-        ids, positions, trees, branches, index, *select = (
-            torch.from_numpy(array).to(self.device) for array in (ids, positions, trees, branches, index, *np.divmod(places, shape[1])))
-        options = {}
-        if any(len(row) > 1 or len(row[0][1]) > 1 for row in rows):
-            seen = (trees[:, :, None] == trees[:, None]) & ((branches[:, None] == 0) | (branches[:, :, None] == branches[:, None]))
-            options = {"positions": past + positions, "mask": F.pad(seen.tril(), (past, 0), value=True)[:, None]}
+        """Run packed rows as one batch on a prefix's keys and values, or on none; return {key: (log-likelihood, is greedy)}."""
+        ids, positions, trees, branches, pieces = lay_out(rows)
+        # Answers to one question begin at one place.
+        places, index = np.unique(np.concatenate([places for *_, places in pieces]), return_inverse=True)
+        tensor = lambda array: torch.from_numpy(array).to(self.device)
+        past, options = 0, {}
         if cache:
+            past = cache[0]["k"].size(2)
             options["cache"] = [{name: t.expand(len(rows), -1, -1, -1) for name, t in layer.items()} for layer in cache]
-        logits = self.candidate.forward(ids, select=tuple(select), **options)
-        targets = torch.from_numpy(np.concatenate([targets for _, targets in pieces]).astype(np.int64)).to(self.device)
+        if any(len(row) > 1 or len(row[0][1]) > 1 for row in rows):
+            tree, branch = tensor(trees), tensor(branches)
+            seen = (tree[:, :, None] == tree[:, None]).tril()
+            seen &= (branch[:, None] == 0) | (branch[:, :, None] == branch[:, None])
+            options |= {"positions": past + tensor(positions), "mask": F.pad(seen, (past, 0), value=True)[:, None]}
+        select = tuple(map(tensor, np.divmod(places, ids.shape[1])))
+        logits = self.candidate.forward(tensor(ids), select=select, **options)
+        targets, index = tensor(np.concatenate([targets for _, targets, _ in pieces]).astype(np.int64)), tensor(index)
         nats = torch.empty(len(index), device=self.device)
         # In float32, also for a bfloat16 model; a part at a time, as 16,384 x 49,152 float32 logits would be 3.2 GB. By the
         # harness's own formula: log_softmax is 8e-6 nats a token off the exact value on a CPU, logsumexp is not.
@@ -490,7 +498,7 @@ class HarnessLM(TemplateLM):
             nats[here] = F.log_softmax(logits[at:at + 1024].float(), dim=-1)[index[here] - at, targets[here]]
         nats, greedy = nats.double().cpu().numpy(), (logits.argmax(-1)[index] == targets).cpu().numpy()
         found, at = {}, 0
-        for key, targets in pieces:
+        for key, targets, _ in pieces:
             found[key] = (float(nats[at:at + len(targets)].sum()), bool(greedy[at:at + len(targets)].all()))
             at += len(targets)
         return found
