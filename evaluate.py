@@ -431,12 +431,12 @@ class HarnessLM(TemplateLM):
                 self.finished |= part
 
     def plan(self, groups):
-        """Return the batches [(shared prefix or None, packed rows), ...] of groups, the longest rows first, so that memory
-        trouble shows at once. A group too long for one row has its prefix run alone, and its suffixes packed on that."""
+        """Return the batches [(shared prefix, perhaps empty, packed rows), ...] of groups, the longest rows first, so that
+        memory trouble shows at once. A group too long for one row has its prefix run alone, its suffixes packed on that."""
         whole, large = [], []
         for group in groups:
             (large if len(group[1]) > 1 and count_tokens(group) > ROW else whole).append(group)
-        batches = self.pack(whole, None)
+        batches = self.pack(whole, np.empty(0, np.int32))
         for length, members in sorted(large, key=lambda group: -group[0]):
             shared = members[0][0][:length - 1]  # less its last token, at which something may be scored
             batches += self.pack([(0, [(row[len(shared):], pieces)]) for row, pieces in members], shared)
@@ -449,7 +449,7 @@ class HarnessLM(TemplateLM):
         sizes, batches = [count_tokens(group) for group in groups], []
         while groups:
             T, rows, padding = sizes[-1], [], 0
-            most = min(self.batch_tokens // T, CACHED * self.batch_tokens // (T + len(shared if shared is not None else ())))
+            most = min(self.batch_tokens // T, CACHED * self.batch_tokens // (T + len(shared)))
             while groups and len(rows) < max(most, 1) and padding * PADDING <= self.batch_tokens:
                 room, row, i = T, [], len(groups)
                 while i:
@@ -463,8 +463,8 @@ class HarnessLM(TemplateLM):
 
     @torch.inference_mode()
     def run_prefix(self, prefix):
-        """Return the keys and values of a prefix, int32 ids; None of none."""
-        if prefix is None:
+        """Return the keys and values of a prefix, int32 ids; None of an empty one."""
+        if not len(prefix):
             return None
         ids = torch.from_numpy(prefix[None].astype(np.int64)).to(self.device)
         cache = self.candidate.new_cache()

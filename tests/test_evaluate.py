@@ -176,6 +176,13 @@ def test_sharing_saves_the_tokens_it_should(binary):
     assert sum(seen) == 39 + 200 * 4  # too long for one row: the context less its last token, then rows on its keys and values
 
 
+def test_many_short_rows_that_share_one_token(binary):
+    """Their group is too long for a row, and less its last token its prefix is empty."""
+    pairs = arrays([([3], [i, i + 1, 7]) for i in range(300)])
+    assert evaluate.share_prefixes([np.concatenate(pair)[:-1] for pair in pairs], [1] * 300) == [(1, 0, 300)]
+    assert_close(HarnessLM(binary).score(pairs), HarnessLM(binary, share=False).score(pairs))
+
+
 def test_rows_are_packed_without_gaps(binary):
     seen, r = [], np.random.default_rng(7)
     counting = dataclasses.replace(binary, forward=lambda idx, **options: seen.append(idx.shape) or binary.forward(idx, **options))
