@@ -1,11 +1,13 @@
 """Speed of the benchmark scorer against lm-evaluation-harness's own hf backend: same weights, machine, documents and run.
 
-    python tests/bench/bench_evaluate.py --model=DIR [--run=RUN] --data_dir=DIR [--dtype=bfloat16] [--docs=40]
+    python tests/bench/bench_evaluate.py --model=DIR --run=RUN --data_dir=DIR [--dtype=bfloat16] [--docs=40]
 
---model is a Hugging Face folder, --run the same weights as a checkpoint of ours. For each
-task the hf backend is timed at several batch sizes and its best is taken; ours is timed as the reference model and as a
-checkpoint, sharing and not. Each time is of the model's work alone: requests are built and encoded before, and two passes
-are made of which the faster counts. The last line weights the tasks by the tokens of the full sets. Ends in one JSON line.
+--model is a Hugging Face folder, --run the same weights as a checkpoint of ours: evaluate.py import makes it of any Llama,
+and writes shared key and value heads out, which is more to compute; with --model=the export of the checkpoint both have
+that. For each task the hf backend is timed at several batch sizes and its best is taken; ours is timed as the reference
+model and as a checkpoint, sharing and not. Each time is of the model's work alone: requests are built and encoded before.
+All are timed in turn, --repeats times, and the fastest counts. The last line weights the tasks by the tokens of the full
+sets. Ends in one JSON line.
 """
 
 import argparse
