@@ -31,6 +31,7 @@ it. score writes heldout-STEP.json, or SUITE-STEP.json for compare.py, there (in
 import argparse
 import bisect
 import contextlib
+import functools
 import hashlib
 import inspect
 import json
@@ -622,6 +623,8 @@ def run_tasks(lm, loaded, limit=None):
     from lm_eval.evaluator import evaluate
     os.environ.setdefault("DISABLE_MULTIPROC", "1")  # else the harness forks this process, model and all, for a bootstrap
     lm.audit.clear()
+    # The harness's own bars, one for each of MMLU's 57 subjects: none without a terminal, and gone when they are full.
+    tqdm.__init__ = functools.partialmethod(tqdm.__init__, disable=None, leave=False)
     with contextlib.redirect_stdout(sys.stderr):
         results = evaluate(lm, loaded, limit=limit, bootstrap_iters=BOOTSTRAP_ITERS)
     metrics = {name: {key.removesuffix(",none"): value for key, value in values.items() if "," in key}
