@@ -59,9 +59,9 @@ from tqdm import tqdm
 
 try:
     import splintr
+    FAST = "splintr"
 except ImportError:  # tiktoken gives the same ids in three times the time
-    splintr = None
-FAST = "splintr" if splintr else "tiktoken"
+    FAST = "tiktoken"
 
 FORMAT = 1
 SPLITS = ("train", "val")
@@ -505,7 +505,7 @@ def make_encoder(tokenizer, twin=None):
     if twin is None:
         return plain
     pattern, ranks = twin
-    if splintr:
+    if FAST == "splintr":
         lines = b"".join(b"%s %d\n" % (base64.b64encode(token), i) for token, i in ranks.items())
         engine = splintr.Tokenizer.from_bytes(lines, pattern, {})
         encode = lambda text: np.frombuffer(engine.encode_flat(text), np.uint32)

@@ -228,10 +228,10 @@ def random_texts(n, seed):
 
 def fast_encoders(tokenizer):
     """Yield the encoders by the fast engines: splintr where it is installed, and tiktoken."""
-    if prepare.splintr:
+    if prepare.FAST == "splintr":
         yield prepare.make_encoder(tokenizer, prepare.find_twin(tokenizer))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepare, "splintr", None)
+        patch.setattr(prepare, "FAST", "tiktoken")
         yield prepare.make_encoder(tokenizer, prepare.find_twin(tokenizer))
 
 
