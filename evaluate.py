@@ -44,6 +44,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Callable
+from unittest import mock
 
 import numpy as np
 import torch
@@ -182,7 +183,7 @@ def open_reference(name, device, dtype):
 
 def share_prefixes(rows, limits):
     """Cut sorted rows into groups whose common prefix is run once. Rows that begin alike are one group, or the groups of
-    those among them that begin alike further, whichever saves more tokens.
+    those among them that begin alike further, whichever saves more tokens, less one in SHARING_COST of what is left to run.
 
     Args:
         rows: int32 arrays, all different, in an order that keeps equal beginnings together.
@@ -624,8 +625,8 @@ def run_tasks(lm, loaded, limit=None):
     os.environ.setdefault("DISABLE_MULTIPROC", "1")  # else the harness forks this process, model and all, for a bootstrap
     lm.audit.clear()
     # The harness's own bars, one for each of MMLU's 57 subjects: none without a terminal, and gone when they are full.
-    tqdm.__init__ = functools.partialmethod(tqdm.__init__, disable=None, leave=False)
-    with contextlib.redirect_stdout(sys.stderr):
+    bars = mock.patch.object(tqdm, "__init__", functools.partialmethod(tqdm.__init__, disable=None, leave=False))
+    with contextlib.redirect_stdout(sys.stderr), bars:
         results = evaluate(lm, loaded, limit=limit, bootstrap_iters=BOOTSTRAP_ITERS)
     metrics = {name: {key.removesuffix(",none"): value for key, value in values.items() if "," in key}
                for name, values in results["results"].items()}
