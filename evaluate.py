@@ -401,8 +401,9 @@ class HarnessLM(TemplateLM):
         limits = [len(row) - max(len(targets) for _, targets in pieces) + 1 for row, pieces in rows]
         cuts = share_prefixes([row for row, _ in rows], limits if self.share else [0] * len(rows))
         batches = self.plan([(length, rows[start:end]) for length, start, end in cuts][self.part::self.parts])
-        bar = tqdm(total=sum(count_tokens(group) for _, packed in batches for row in packed for group in row),
-                   unit=" tokens", unit_scale=True, disable=self.part > 0 or None)
+        tokens = lambda packed: sum(count_tokens(group) for row in packed for group in row)
+        bar = tqdm(total=sum(tokens(packed) for _, packed in batches), unit=" tokens", unit_scale=True,
+                   disable=self.part > 0 or None)
         prefix, cache = None, None
         while batches:
             shared, packed = batches[0]
@@ -416,15 +417,14 @@ class HarnessLM(TemplateLM):
                     raise
                 self.batch_tokens //= 2
                 print(f"out of memory; continuing with --batch_tokens={self.batch_tokens}", file=sys.stderr)
-                batches = [(shared, half) for shared, packed in batches
-                           for half in (packed[:(len(packed) + 1) // 2], packed[(len(packed) + 1) // 2:]) if half]
+                batches = [(shared, half) for shared, packed in batches for half in (packed[::2], packed[1::2]) if half]
                 continue
             self.finished |= found
             if self.cache:
                 self.cache.parent.mkdir(parents=True, exist_ok=True)
                 with open(f"{self.cache}.{self.part}", "a") as file:
                     file.writelines(f"{key} {nats!r} {greedy:d}\n" for key, (nats, greedy) in found.items())
-            bar.update(sum(count_tokens(group) for row in packed for group in row))
+            bar.update(tokens(packed))
             batches = batches[1:]
         bar.close()
         if self.parts > 1:

@@ -140,6 +140,11 @@ def test_greedy_flag_and_shift():
     assert (right, yes) == (0.0, True) and wrong < -900 and late < -900 and not no and not partly
 
 
+def test_of_equal_logits_the_first_is_the_greedy_one():
+    """As the harness's argmax has it; in bfloat16 equal logits are common."""
+    assert [greedy for _, greedy in HarnessLM(stub(uniform)).score(arrays([([1], [0]), ([1], [5])]))] == [True, False]
+
+
 @pytest.mark.parametrize("batch_tokens", (1, 70, 200, 100_000))
 @pytest.mark.parametrize("share", (True, False))
 @pytest.mark.parametrize("row", (10, 50, 512))
