@@ -435,9 +435,11 @@ def catch_signals():
 
 
 def compile_model(model):
-    """Compile the blocks, one program for all, and the loss. In place: names stay plain, gradients come block by block."""
+    """Compile the blocks, one program for all, the last norm and the loss. In place: names stay plain, and gradients come
+    block by block."""
     for block in model.model.layers:
         block.compile()
+    model.model.norm.compile()
     model.loss = torch.compile(model.loss)
 
 
@@ -511,12 +513,15 @@ class LiveBytes(TorchDispatchMode):
         self.bytes[self.live.pop(key)] -= nbytes
 
 
-def estimate_memory(config, micro_batch, dtype, checkpoint_activations, accumulation=1, parallel="ddp", world_size=1):
+def estimate_memory(config, micro_batch, dtype, checkpoint_activations, accumulation=1, parallel="ddp", world_size=1,
+                    device="cpu"):
     """Return {part: bytes} of a process at its fullest: parameters, gradients, optimizer, activations, logits.
 
     Runs forward and backward on fake tensors, which have shapes and no contents, so it takes seconds for any size. Describes
     the eager run; a compiled one needs less. The machine's own (CUDA's context, Python and torch on a CPU) comes on top.
     """
+    # A GPU's BF16 is float16 here: as many bytes, and not the attention that is written for a CPU's BF16.
+    half = torch.bfloat16 if device == "cpu" else torch.float16
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = Decoder(config)
         model.checkpoint_activations = checkpoint_activations
@@ -530,7 +535,7 @@ def estimate_memory(config, micro_batch, dtype, checkpoint_activations, accumula
         idx = torch.zeros(micro_batch, config.block_size, dtype=torch.int64)
         with LiveBytes(kind) as live:
             for _ in range(2 if accumulation > 1 or world_size > 1 else 1):  # gradients stay from one micro-batch to the next
-                with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16", cache_enabled=False):
+                with torch.autocast("cpu", half, enabled=dtype == "bfloat16", cache_enabled=False):
                     loss = model(idx, idx)[1]
                 loss.backward()
                 del loss
@@ -549,7 +554,7 @@ def print_costs(args, config, flops, say):
     world_size = int(os.environ["WORLD_SIZE"]) if dist.is_torchelastic_launched() else 1
     accumulation = args.tokens_per_step // (args.block_size * args.micro_batch * world_size)
     parts = estimate_memory(config, args.micro_batch, args.dtype, args.checkpoint_activations, accumulation, args.parallel,
-                            world_size)
+                            world_size, args.device)
     rest = "" if args.device.startswith("cuda") else f"; Python and torch themselves {peak_memory_gb(torch.device('cpu')):.2f}"
     say(f"memory of each of {world_size} processes ({args.parallel}), micro_batch {args.micro_batch}, {args.dtype}, "
         f"checkpoint_activations={args.checkpoint_activations}: {sum(parts.values()) / 1e9:.2f} GB = "

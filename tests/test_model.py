@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from codes import FIXED, binary_codes, draw_recoding, recode
-from model import (INPUTS, Decoder, FixedCodes, ModelConfig, RMSNorm, apply_rope, list_checkpoints, load_model, pick, read_checkpoint,
+from model import (INPUTS, Decoder, FixedCodes, ModelConfig, RMSNorm, apply_rope, attend, list_checkpoints, load_model, pick, read_checkpoint,
                    rope_tables)
 
 TINY = dict(vocab_size=100, block_size=32, n_layer=2, n_head=2, n_embd=28, n_ffn=40)  # K = 7
@@ -248,6 +248,25 @@ def test_rope_is_a_rotation_of_llamas_pairs_and_relative():
     scores = apply_rope(q, cos, sin) @ apply_rope(k, cos, sin).transpose(-1, -2)
     for d in range(-3, 4):
         assert torch.diagonal(scores[0, 0], d).std() < 1e-5
+
+
+@pytest.mark.parametrize("T", [1, 127, 128, 129, 300])
+def test_attention_in_bfloat16_on_a_cpu(T):
+    """Values and gradients against float64; no query sees a later key, whatever it is."""
+    generator = torch.Generator().manual_seed(T)
+    q, k, v, g = (torch.randn(2, T, 3, 16, generator=generator).bfloat16().transpose(1, 2) for _ in range(4))
+    ours, exact = ([x.to(dtype, copy=True).requires_grad_() for x in (q, k, v)] for dtype in (torch.bfloat16, torch.float64))
+    with torch.autocast("cpu", torch.bfloat16):
+        y = attend(*ours)
+    scores = (exact[0] @ exact[1].mT / 4).masked_fill(torch.ones(T, T).triu(1).bool(), -math.inf)
+    expected = scores.softmax(-1) @ exact[2]
+    y.backward(g)
+    expected.backward(g.double())
+    assert y.dtype == torch.bfloat16
+    for a, b in ((y, expected), *((a.grad, b.grad) for a, b in zip(ours, exact))):  # a value passes two or three roundings
+        assert (a.double() - b).norm() < 2**-7 * max(b.norm(), 2**-7)
+    k[:, :, T // 2:], v[:, :, T // 2:] = 100, -100
+    assert torch.equal(attend(q, k, v)[:, :, :T // 2], y[:, :, :T // 2])
 
 
 def test_rms_norm_is_computed_in_float32():

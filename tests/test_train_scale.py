@@ -582,21 +582,31 @@ def test_dry_run_needs_no_data_and_states_every_part(forks, tmp_path):
     assert "time for 100,000,000,000 targets" in forks.output() and not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["none", "block", "selective"])
-def test_estimate_counts_what_a_real_step_allocates(kind):
+def test_estimate_counts_what_a_real_step_allocates(kind, dtype):
     """Against the same count over real tensors (the whole process is measured in tests/bench)."""
     config = ModelConfig(vocab_size=512, block_size=64, n_layer=3, n_head=2, n_embd=36, n_ffn=96)
-    parts = train.estimate_memory(config, 4, "float32", kind, accumulation=1)
+    parts = train.estimate_memory(config, 4, dtype, kind, accumulation=1)
     model, idx = Decoder(config), torch.zeros(4, 64, dtype=torch.int64)
     model.checkpoint_activations = kind
     with train.LiveBytes(lambda tensor: "all") as live:
-        model(idx, idx)[1].backward()
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16", cache_enabled=False):
+            loss = model(idx, idx)[1]
+        loss.backward()
     estimate = parts["gradients"] + parts["activations"] + parts["logits"]
     assert abs(estimate / live.peak["all"] - 1) < 0.05
     held = sum(p.numel() for p in model.parameters()) * 4
     assert parts["parameters"] == held and parts["optimizer"] == 2 * held
-    few = train.estimate_memory(config, 1, "float32", kind, accumulation=2)  # hardly an activation: all gradients at the peak
+    few = train.estimate_memory(config, 1, dtype, kind, accumulation=2)  # hardly an activation: all gradients at the peak
     assert held <= few["gradients"] < 1.5 * held  # one for each parameter and one on its way, no parameter once more
+
+
+def test_estimate_for_a_gpu_keeps_no_attention_weights():
+    """They are kept on a CPU in BF16: 3 layers, 4 rows, 2 heads, for each 128 queries the keys up to them, 2 bytes."""
+    config = ModelConfig(vocab_size=512, block_size=256, n_layer=3, n_head=2, n_embd=36, n_ffn=96)
+    cpu, gpu = (sum(train.estimate_memory(config, 4, "bfloat16", "none", device=device).values()) for device in ("cpu", "cuda:0"))
+    assert cpu - gpu == pytest.approx(3 * 4 * 2 * 128 * (128 + 256) * 2, rel=0.2)
 
 
 def test_profile_writes_a_trace(data, forks, tmp_path):
