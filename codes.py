@@ -19,7 +19,6 @@ Reads and writes nothing; arrays of bits are uint8 with values {0, 1}. V = vocab
 """
 
 import argparse
-import sys
 
 import numpy as np
 
@@ -86,8 +85,6 @@ def gf2_eliminate(matrix):
         others = np.flatnonzero(rows[:, column])
         rows[others[others != rank]] ^= rows[rank]
         rank += 1
-        if rank == rows.shape[0]:
-            break
     return rows, rank
 
 
@@ -260,10 +257,9 @@ def distance_histogram(codes):
     present = np.bincount(codes_to_ids(codes), minlength=1 << K)
 
     def transform(a):
-        for j in range(K):
-            a = a.reshape(-1, 2, 1 << j)
-            a = np.stack((a[:, 0] + a[:, 1], a[:, 0] - a[:, 1]), axis=1)
-        return a.ravel()
+        for _ in range(K):  # transform the index's lowest bit, which then becomes its highest
+            a = np.concatenate((a[::2] + a[1::2], a[::2] - a[1::2]))
+        return a
 
     pairs = transform(transform(present.astype(np.int64)) ** 2) >> K  # ordered pairs by XOR, each id with itself at 0
     pairs[0] -= len(codes)
@@ -308,4 +304,4 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

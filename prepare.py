@@ -38,13 +38,11 @@ import shutil
 import signal
 import sys
 import sysconfig
-import textwrap
 import threading
 import time
 import tokenize
 from collections import Counter, deque
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import contextmanager
 from multiprocessing import forkserver
 from pathlib import Path
 from types import SimpleNamespace
@@ -87,7 +85,7 @@ def find_sources(source, shards=None):
     """Return the names of the source files that --source means, in order; of them A to B - 1 for shards "A:B".
 
     A name is "stdlib VERSION", a path, an http(s):// URL, or hf://[datasets/]OWNER/REPOSITORY@REVISION/PATH. A .txt
-    file is one document, so all those of a glob together make one source.
+    file is one document, so all those of a glob that ends in .txt together make one source.
     Raises FileNotFoundError if nothing matches, ValueError for a kind of file that no reader knows.
     """
     names = [source] if "://" in source else local_files(source)
@@ -98,7 +96,7 @@ def find_sources(source, shards=None):
     elif not names:
         raise FileNotFoundError(f"--source={source}: no such file; expected stdlib, fineweb-edu, a path, a quoted glob "
                                 "or a URL")
-    elif "://" not in source and all(name.endswith(".txt") for name in names):
+    elif "://" not in source and source.endswith(".txt"):
         names = [source]
     for name in names:
         find_reader(name)
@@ -145,8 +143,8 @@ def read_parquet(file, text_column, id_column):
         n = BATCH_BYTES * rows.num_rows // (rows.total_byte_size + 1)
         for batch in file.iter_batches(min(max(n, 1), 1024), [group], columns):
             # As bytes: a column of strings may hold bytes that are not UTF-8, and one bad row must not cost the others.
-            texts = batch.column(0).cast(pa.large_binary()).to_pylist()
-            yield from zip(batch.column(1).to_pylist() if len(columns) == 2 else itertools.repeat(None), texts)
+            texts = batch.column(text_column).cast(pa.large_binary()).to_pylist()
+            yield from zip(batch.column(id_column).to_pylist() if len(columns) == 2 else itertools.repeat(None), texts)
 
 
 def read_jsonl(file, text_column, id_column):
@@ -180,7 +178,7 @@ def find_reader(name):
     raise ValueError(f"{name}: expected a name that ends in {', '.join(READERS)}")
 
 
-def read_rows(name, file, text_column="text", id_column="id"):
+def read_rows(name, file, text_column, id_column):
     """Yield the rows of the source called name (see find_sources), which is at file, a path or an open file, in order.
 
     Raises ValueError, with the name, if it cannot be read.
@@ -334,6 +332,9 @@ class Utf16:
     def encode(self, text, add_special_tokens=False):
         return SimpleNamespace(ids=np.frombuffer(text.encode("utf-16-le"), "<u2").tolist())
 
+    def encode_batch_fast(self, texts, add_special_tokens=False):
+        return [self.encode(text) for text in texts]
+
     def decode(self, ids, skip_special_tokens=True):
         ids = [i for i in ids if not (skip_special_tokens and i == self.eot_id)]
         return np.array(ids, "<u2").tobytes().decode("utf-16-le", "replace")
@@ -387,12 +388,9 @@ def vocab_size(tokenizer):
 
 def token_bytes(tokenizer):
     """Return how many bytes of UTF-8 text each id stands for: int64 [V]; special tokens stand for none."""
-    sizes = np.full(vocab_size(tokenizer), 3 * isinstance(tokenizer, Utf16), np.int64)
-    if isinstance(tokenizer, Utf16):
-        sizes[:0x800], sizes[:0x80] = 2, 1
-        sizes[0xD800:0xE000] = 2  # a surrogate pair is one character of 4 bytes
-        sizes[tokenizer.eot_id] = 0
-        return sizes
+    if isinstance(tokenizer, Utf16):  # a surrogate is half of a character of 4 bytes; U+FFFF is the end of text
+        return np.repeat([1, 2, 3, 2, 3, 0], np.diff([0, 0x80, 0x800, 0xD800, 0xE000, 0xFFFF, 0x10000]))
+    sizes = np.zeros(vocab_size(tokenizer), np.int64)
     for token, i in tokenizer.get_vocab(with_added_tokens=False).items():
         sizes[i] = len(token)  # the byte-level alphabet writes each byte as one character
     for i, added in tokenizer.get_added_tokens_decoder().items():
@@ -778,12 +776,11 @@ def read_meta(data_dir):
 class Shard:
     """One shard, its sizes checked against meta.json at once and its contents when it is mapped.
 
-    Attributes: name, documents, tokens (counts), longest (tokens of its longest document).
+    Attributes: documents, tokens (counts), longest (tokens of its longest document).
     """
 
     def __init__(self, data_dir, split, number, meta):
         self.entry, self.tokenizer = meta["shards"][number][split], meta["tokenizer"]
-        self.name = f"{split}/{number:05d}"
         self.path = Path(data_dir) / split / f"{number:05d}.bin"
         self.documents, self.tokens, self.longest = (self.entry[key] for key in ("documents", "tokens", "longest"))
         for path, size in ((self.path, 2 * self.tokens), (self.path.with_suffix(".idx"), 8 * (self.documents + 1))):
@@ -934,19 +931,17 @@ def resume(meta, done, args):
     """Return done, the meta.json there, without the shards that are damaged. Raises ValueError if meta, what is asked
     for now, is another preparation, or a source is no longer the file that it was."""
     def fields(meta):
-        groups = [(group, meta[group]) for group in ("tokenizer", "split")]
-        rest = {key: meta[key] for key in ("format", "sources", "columns", "max_documents")}
-        return rest | {f"{group} {key}": value for group, values in groups for key, value in values.items()}
+        return {key: meta[key] for key in ("sources", "columns", "max_documents")} | {
+            f"{group} {key}": value for group in ("tokenizer", "split") for key, value in meta[group].items()}
 
     if args.max_documents:
         meta["sources"] = meta["sources"][:len(done["sources"])]  # the others were not needed
     there, asked = fields(done), fields(meta)
-    short = lambda value: textwrap.shorten(str(value), 80)
-    if differing := [f"{key}: {short(there[key])} there, {short(asked[key])} now" for key in asked
+    if differing := [f"{key}: {there[key]!s:.200} there, {asked[key]!s:.200} now" for key in asked
                      if there[key] != asked[key]]:
         raise ValueError(f"{args.out} was prepared differently; {'; '.join(differing)}; choose another --out")
     for shard in filter(None, done["shards"]):
-        if shard["sha256"] and source_facts(shard["source"])["sha256"] not in (None, shard["sha256"]):
+        if source_facts(shard["source"])["sha256"] not in (None, shard["sha256"]):
             raise ValueError(f"{shard['source']}: not the file that {args.out} was prepared from; choose another --out")
     for number, error in find_damage(args.out, done, args.workers).items():
         print(f"shard {number:05d}: {error}: making it again", file=sys.stderr)
@@ -954,25 +949,11 @@ def resume(meta, done, args):
     return done
 
 
-@contextmanager
-def locked(directory):
-    """Keep a directory to this process. Raises ValueError if another one is at work there."""
-    import fcntl  # here, so that reading shards works where there is no such module
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    except BlockingIOError:
-        raise ValueError(f"{directory}: another prepare.py is at work here; choose another --out, or wait") from None
-    finally:
-        os.close(handle)
-
-
 def check_space(meta, args):
     """Raise ValueError if the disk cannot hold what is to come, by a low estimate: half the bytes of a local source; of
     the paper's corpus 0.8 bytes of ids a byte, and three shards (with --keep_downloads all) downloaded at a time."""
     local = sum(map(os.path.getsize, itertools.chain(*map(local_files, meta["sources"]))))
-    remote = sum(name.startswith("hf://") for name in meta["sources"])
+    remote = len(meta["sources"]) * (args.source == "fineweb-edu")
     need = local / 2 + FINEWEB_EDU_BYTES * (0.8 * remote + (remote if args.keep_downloads else min(remote, 3)))
     if need > (free := shutil.disk_usage(args.out).free):
         raise ValueError(f"{args.out}: {free / 1e9:.1f} GB free, at least {need / 1e9:.1f} GB needed; give another "
@@ -1023,7 +1004,7 @@ def prepare(args):
                 kind = f"tokenizers, since this one has {error}"
         print(f"{len(sources)} source files to {out}: ids by {kind}; {args.workers} workers", flush=True)
         write_shards(meta, (str(kept), twin, meta["tokenizer"]["eot_id"], args.split_seed, args.val_fraction), args)
-    if not args.keep_downloads:
+    if "://" in sources[0] and not args.keep_downloads:  # a local source may lie there
         shutil.rmtree(out / "downloads", ignore_errors=True)
     print_stats(out)
 
@@ -1032,9 +1013,16 @@ def main():
     args = parse_args()
     if args.check:
         return check(args.check, args.workers, args.stats)
+    import fcntl  # here, so that reading shards works where there is no such module
     os.makedirs(args.out, exist_ok=True)
-    with locked(args.out):
+    handle = os.open(args.out, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         prepare(args)
+    except BlockingIOError:
+        raise ValueError(f"{args.out}: another prepare.py is at work here; choose another --out, or wait") from None
+    finally:
+        os.close(handle)
 
 
 if __name__ == "__main__":

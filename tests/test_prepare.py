@@ -540,6 +540,26 @@ def test_jsonl_plain_gzip_and_zstd(tokenizer_path, tmp_path, monkeypatch):
         run(monkeypatch, f"--source={cut}", f"--tokenizer={tokenizer_path}", f"--out={tmp_path}/cut")
 
 
+def test_a_glob_of_any_files_has_a_shard_for_each(tmp_path, monkeypatch):
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text(name)
+    run(monkeypatch, f"--source={tmp_path}/*", "--tokenizer=utf16", f"--out={tmp_path}/out", "--val_fraction=0")
+    assert len(prepare.read_meta(tmp_path / "out")["shards"]) == 2 and decoded(tmp_path / "out") == ["a", "b"]
+
+
+def test_sources_in_the_downloads_directory_are_the_users(tmp_path, monkeypatch):
+    (tmp_path / "out/downloads").mkdir(parents=True)
+    (tmp_path / "out/downloads/a.txt").write_text("a")
+    run(monkeypatch, f"--source={tmp_path}/out/downloads/a.txt", "--tokenizer=utf16", f"--out={tmp_path}/out", "--val_fraction=0")
+    assert decoded(tmp_path / "out") == ["a"] and (tmp_path / "out/downloads/a.txt").exists()
+
+
+def test_text_and_id_in_one_column(tmp_path, monkeypatch):
+    run(monkeypatch, f"--source={parquet(tmp_path / 'a.parquet', ['a', 'b'])}", "--text_column=id", "--tokenizer=utf16",
+        f"--out={tmp_path}/out", "--val_fraction=0")
+    assert len(decoded(tmp_path / "out")) == 2
+
+
 def test_txt_files_of_a_glob_are_the_documents_of_one_shard(tokenizer_path, tmp_path, monkeypatch):
     for name in "cab":
         (tmp_path / f"{name}.txt").write_text(f"text {name}")
@@ -731,7 +751,7 @@ def test_another_preparation_in_the_same_directory_is_refused(tokenizer_path, tm
     before = contents(tmp_path / "out")
     for changed, field in (({"split_seed": 1}, "split seed: 0 there, 1 now"),
                            ({"val_fraction": 0.2}, "split fraction: 0.1 there"),
-                           ({"source": parquet(tmp_path / "b.parquet", ["b"])}, "sources"),
+                           ({"source": parquet(tmp_path / ("b" * 60 + ".parquet"), ["b"])}, "sources: .*a.parquet.* there, .*b.parquet.* now"),
                            ({"tokenizer": "train:300"}, "tokenizer name"),
                            ({"tokenizer": "utf16"}, "tokenizer name"), ({"text_column": "id"}, "columns"),
                            ({"max_documents": 5}, "max_documents: None there, 5")):
