@@ -71,10 +71,8 @@ def student_interval(values):
 
 
 def mcnemar(b, c):
-    """Return the two-sided p value of the exact McNemar test: b and c documents that one model alone has right.
-
-    Under the null hypothesis b ~ Binomial(b + c, 1/2) (McNemar 1947; exact: Liddell 1976).
-    """
+    """Return the two-sided p value of the exact McNemar test (McNemar 1947; exact: Liddell 1976) of b and c documents that
+    one model alone has right."""
     return stats.binomtest(b, b + c).pvalue if b + c else 1.0
 
 
@@ -179,19 +177,13 @@ def read_paired(first, other, tasks, metric):
 
     A mean has weights 1; bits per byte has minus the log-likelihood in bits, and the bytes.
     """
-    both = []
-    for scores in (first, other):
-        rows = {}
-        for task in tasks:
-            docs = scores["tasks"][task]["docs"]
-            rows |= {(task, doc_id): value for doc_id, value in zip(docs["doc_id"], docs.get(metric, ()))}
-        both.append(rows)
-    keys = [key for key in both[0] if key in both[1] and both[0][key] is not None and both[1][key] is not None]
-    if metric == "bits_per_byte":
-        pairs = [[(-rows[key][0] / math.log(2), rows[key][1]) for key in keys] for rows in both]
-    else:
-        pairs = [[(rows[key], 1) for key in keys] for rows in both]
-    return [np.array(rows, float).reshape(-1, 2) for rows in pairs]
+    def pair(value):
+        return (-value[0] / math.log(2), value[1]) if metric == "bits_per_byte" else (value, 1)
+
+    both = [{(task, doc_id): pair(value) for task in tasks for docs in [scores["tasks"][task]["docs"]]
+             for doc_id, value in zip(docs["doc_id"], docs.get(metric, ())) if value is not None} for scores in (first, other)]
+    keys = [key for key in both[0] if key in both[1]]
+    return [np.array([rows[key] for key in keys], float).reshape(-1, 2) for rows in both]
 
 
 def compare_pair(first, other, resamples):
@@ -221,7 +213,7 @@ def compare_pair(first, other, resamples):
     for metric in {result["metric"] for result in results}:
         family = [result for result in results if result["metric"] == metric]
         for result, corrected in zip(family, holm([result["p"] for result in family])):
-            result |= {"p_holm": corrected, "family": len(family)}
+            result["p_holm"] = corrected
     return results
 
 
@@ -263,8 +255,8 @@ def build_statistics(results):
     """Return (header, rows) of strings of compare_pair's results."""
     rows = []
     for r in results:
-        scale = 100 if r["test"] == "exact McNemar" else 1
-        unit = "points" if scale == 100 else "bits/byte" if r["metric"] == "bits_per_byte" else "nats"
+        unit = {"loglikelihood": "nats", "bits_per_byte": "bits/byte"}.get(r["metric"], "points")
+        scale = 100 if unit == "points" else 1
         rows.append([r["task"], r["metric"], f"{r['n']:,}", f"{scale * r['difference']:+.3f} {unit}",
                      f"[{scale * r['low']:+.3f}, {scale * r['high']:+.3f}]",
                      f"{r['only_first']} / {r['only_other']}" if "only_first" in r else "", r["test"], f"{r['p']:.4g}",
@@ -327,8 +319,8 @@ def check_same_experiment(runs, by):
         start = starts.setdefault((b["seed"], b.get(by)), run)
         if b["initial_body_sha256"] != start["config"]["initial_body_sha256"]:
             differing.append(f"initial_body_sha256 of seed {b['seed']} (the first is that of {start['path']})")
-        if first["heldout"]["dtype"] != run["heldout"]["dtype"]:
-            differing.append(f"dtype of the held-out score {first['heldout']['dtype']} / {run['heldout']['dtype']}")
+        differing += [f"{key} of the held-out score {first['heldout'].get(key)} / {run['heldout'].get(key)}"
+                      for key in ("dtype", "max_length") if first["heldout"].get(key) != run["heldout"].get(key)]
         if not np.array_equal(first["documents"][:, 0], run["documents"][:, 0]):
             differing.append(f"the targets of {len(first['documents'])} / {len(run['documents'])} validation documents")
         if differing:

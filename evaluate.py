@@ -34,13 +34,13 @@ import contextlib
 import functools
 import hashlib
 import inspect
+import itertools
 import json
 import keyword
 import logging
 import math
 import os
 import sys
-from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Callable
@@ -55,8 +55,8 @@ from scipy.stats import rankdata
 from tqdm import tqdm
 
 from codes import binary_codes, recode
-from model import BITS, Decoder, FixedCodes, ModelConfig, build_input, load_model
-from prepare import load_tokenizer, open_shards, read_meta, token_bytes, vocab_size, write_whole
+from model import BITS, Decoder, FixedCodes, ModelConfig, build_input, hash_tensors, load_model
+from prepare import Utf16, load_tokenizer, open_shards, read_meta, token_bytes, vocab_size, write_whole
 
 # The paper's benchmarks: (tasks, shots). WikiText's windows are the longest inputs: memory trouble shows first.
 SUITES = {"paper": [("wikitext,hellaswag,arc_easy,arc_challenge,piqa,winogrande,openbookqa,commonsense_qa,lambada_openai,"
@@ -103,15 +103,6 @@ def sha256(data):
     return hashlib.sha256(data).hexdigest()
 
 
-def hash_weights(module):
-    """Return the sha256 of a module's state: names and values."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(module.state_dict().items()):
-        digest.update(name.encode())
-        digest.update(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy())
-    return digest.hexdigest()
-
-
 def run_directory(path):
     return Path(path) if Path(path).is_dir() else Path(path).parent
 
@@ -139,7 +130,7 @@ def open_checkpoint(path, device, dtype):
         lambda idx, **options: model(idx, **options)[0], model.new_cache, encode, tokenizer.decode, generate, eot_id,
         "the end-of-text token that separates documents in training", n_ids, model.config.block_size,
         {"name": str(path), "step": state["step"], "data": state["data"], "model_config": state["model_config"],
-         "weights_sha256": hash_weights(model), "tokenizer_sha256": sha256(tokenizer_path.read_bytes())}, note)
+         "weights_sha256": hash_tensors(sorted(model.state_dict().items())), "tokenizer_sha256": sha256(tokenizer_path.read_bytes())}, note)
 
 
 def open_reference(name, device, dtype):
@@ -174,7 +165,7 @@ def open_reference(name, device, dtype):
         forward, list, lambda texts, special: tokenizer(texts, add_special_tokens=special)["input_ids"],
         lambda ids: tokenizer.decode(ids, skip_special_tokens=True), generate,
         prefix_id, "its tokenizer's bos, else eos, token", len(tokenizer), model.config.max_position_embeddings,
-        {"name": str(name), "step": None, "weights_sha256": hash_weights(model),
+        {"name": str(name), "step": None, "weights_sha256": hash_tensors(sorted(model.state_dict().items())),
          "tokenizer_sha256": sha256(tokenizer.backend_tokenizer.to_str().encode())})
 
 
@@ -284,7 +275,6 @@ class HarnessLM(TemplateLM):
             dist.barrier()  # nobody writes before everyone has read
 
     eot_token_id = property(lambda self: self.candidate.prefix_id)
-    tokenizer_name = property(lambda self: self.candidate.facts["tokenizer_sha256"])
 
     def tok_encode(self, string, add_special_tokens=None, **_):
         return self.candidate.encode([string], add_special_tokens is not False)[0]
@@ -314,20 +304,19 @@ class HarnessLM(TemplateLM):
                 encoded.append((prefix, ids[1:] if ids[:1].tolist() == prefix.tolist() else ids))
         return encoded
 
-    def note(self, request, texts, ids):
+    def note(self, request, texts, ids, truncated=False):
         """Enter a request in the audit of its task: its texts, its ids, and whether it loses its beginning."""
         empty = {"n_requests": 0, "n_truncated": 0, "prompts": [], "tokens": []}
         entry = self.audit.setdefault(request.task_name, empty)
         entry["n_requests"] += 1
-        if request.request_type != "loglikelihood_rolling":  # a page is not cut but read in windows
-            entry["n_truncated"] += sum(map(len, ids)) > self.max_length + 1
+        entry["n_truncated"] += truncated
         for key, parts in (("prompts", texts), ("tokens", [part.tolist() for part in ids])):
             entry[key].append(sha256(json.dumps([request.doc_id, *parts]).encode()))
 
     def loglikelihood(self, requests, disable_tqdm=False):
         pairs = self.encode_pairs([request.args for request in requests])
         for request, pair in zip(requests, pairs):
-            self.note(request, request.args, pair)
+            self.note(request, request.args, pair, truncated=sum(map(len, pair)) > self.max_length + 1)
         return self.score(pairs)
 
     def loglikelihood_rolling(self, requests, disable_tqdm=False):
@@ -335,7 +324,7 @@ class HarnessLM(TemplateLM):
         encoded = self.encode_all((request.args[0] for request in requests), special=False)
         pairs = [(np.array([self.prefix_token_id], np.int32), encoded[request.args[0]]) for request in requests]
         for request, pair in zip(requests, pairs):
-            self.note(request, ("", *request.args), pair)
+            self.note(request, ("", *request.args), pair)  # a page is not cut but read in windows
         return [nats for nats, _ in self.score(pairs)]
 
     def _loglikelihood_tokens(self, requests, **_):
@@ -343,14 +332,13 @@ class HarnessLM(TemplateLM):
 
     def generate_until(self, requests, disable_tqdm=False):
         """Return the text that continues each (context, generation arguments) request, up to its first stop sequence."""
-        from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
+        from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
         texts = []
         for request in tqdm(requests, unit=" requests", disable=None):
             prompt = np.array(self.tok_encode(request.args[0]) or [self.prefix_token_id], np.int32)
-            self.note(request, request.args, [prompt])
             options = normalize_gen_kwargs(request.args[1])
-            stops = handle_stop_sequences(options.get("until"), eos=None)
-            new, ids, text = min(options["max_gen_toks"], self.max_length - 1), [], ""
+            new, stops, ids, text = min(options["max_gen_toks"], self.max_length - 1), options["until"], [], ""
+            self.note(request, request.args, [prompt], truncated=len(prompt) > self.max_length - new)
             prompt = prompt[-(self.max_length - new):].tolist()
             for i in self.candidate.generate(prompt, new, options.get("temperature", 0.0), options.get("top_k")):
                 ids.append(i)
@@ -500,12 +488,10 @@ class HarnessLM(TemplateLM):
             some, here = logits[at:at + SOFTMAX_ROWS].float(), (index >= at) & (index < at + SOFTMAX_ROWS)
             nats[here] = F.log_softmax(some, dim=-1)[index[here] - at, targets[here]]
             greedy[here] = some.max(dim=-1).indices[index[here] - at] == targets[here]  # argmax takes three times as long
-        nats, greedy = nats.double().cpu().numpy(), greedy.cpu().numpy()
-        found, at = {}, 0
-        for key, targets, _ in pieces:
-            found[key] = (float(nats[at:at + len(targets)].sum()), bool(greedy[at:at + len(targets)].all()))
-            at += len(targets)
-        return found
+        starts = np.cumsum([0, *(len(targets) for _, targets, _ in pieces[:-1])])
+        nats = np.add.reduceat(nats.double().cpu().numpy(), starts).tolist()
+        greedy = np.logical_and.reduceat(greedy.cpu().numpy(), starts).tolist()
+        return {key: scored for (key, *_), scored in zip(pieces, zip(nats, greedy))}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -527,6 +513,15 @@ def cut_documents(tokens, starts, block_size):
             yield document, tokens[at:min(at + block_size + 1, end)].astype(np.int32)
 
 
+def find_data(name, data_dir, n_ids):
+    """Return data_dir if it is prepared for the n_ids of the model called name; raises ValueError otherwise."""
+    if not data_dir:
+        raise ValueError(f"{name}: it does not say what data it was trained on; give --data=DIR")
+    if (found := read_meta(data_dir)["tokenizer"]["vocab_size"]) != n_ids:
+        raise ValueError(f"{name}: vocab_size {n_ids}, but {data_dir} has {found}; give --data=DIR")
+    return data_dir
+
+
 def score_heldout(lm, data_dir):
     """Return the held-out score on the validation documents of a prepared directory, as plain values.
 
@@ -535,22 +530,19 @@ def score_heldout(lm, data_dir):
     Raises ValueError if there are no validation documents.
     """
     sizes = token_bytes(load_tokenizer(Path(data_dir) / "tokenizer.json"))
-    documents, windows, owners = [], [], []
+    windows, owners, n = [], [], 0
     for shard in open_shards(data_dir, "val"):
         for document, ids in cut_documents(*shard.map(), lm.max_length):
             windows.append((ids[:1], ids[1:]))
-            owners.append(len(documents) + document)
-        documents += [{"targets": 0, "bytes": 0, "nats": 0.0} for _ in range(shard.documents)]
+            owners.append(n + document)
+        n += shard.documents
     if not windows:
         raise ValueError(f"{data_dir}: no validation documents; prepare it with a larger --val_fraction")
-    for owner, (_, targets), (nats, _) in zip(owners, windows, lm.score(windows)):
-        documents[owner]["targets"] += len(targets)
-        documents[owner]["bytes"] += int(sizes[targets].sum())
-        documents[owner]["nats"] -= nats
-    targets, n_bytes, nats = (np.array([d[key] for d in documents], float) for key in ("targets", "bytes", "nats"))
+    scored = [(len(ids), sizes[ids].sum(), -score) for (_, ids), (score, _) in zip(windows, lm.score(windows))]
+    targets, n_bytes, nats = (np.bincount(owners, values, n) for values in zip(*scored))  # float64 sums by document
+    documents = [{"targets": int(t), "bytes": int(b), "nats": x} for t, b, x in zip(targets, n_bytes, nats.tolist())]
     loss = nats.sum() / targets.sum()
     # A ratio of two sums over documents (Cochran, Sampling Techniques, 2.11): documents are the independent units, not tokens.
-    n = len(documents)
     stderr = math.sqrt(((nats - loss * targets) ** 2).sum() * n / (n - 1)) / targets.sum() if n > 1 else math.nan
     return {"loss": loss, "loss_stderr": stderr, "perplexity": math.exp(loss),
             "bits_per_byte": nats.sum() / math.log(2) / n_bytes.sum(), "documents": documents}
@@ -603,13 +595,11 @@ def load_tasks(names, num_fewshot=None, data_dir=None, include_path=None):
 
 def right_answer(task, sample):
     """Return the log-likelihood of a document's right answer, None where the task is not of that kind."""
-    if task.OUTPUT_TYPE == "generate_until":
-        return None
     gold, responses = 0, sample["filtered_resps"]
     if task.OUTPUT_TYPE == "multiple_choice":
         gold = task.doc_to_text(sample["doc"]) if task.multiple_input else task.doc_to_target(sample["doc"])
         gold = task.doc_to_choice(sample["doc"]).index(gold) if isinstance(gold, str) else gold
-    if not isinstance(gold, int) or not 0 <= gold < len(responses):
+    if task.OUTPUT_TYPE == "generate_until" or not isinstance(gold, int) or not 0 <= gold < len(responses):
         return None
     return responses[gold] if task.OUTPUT_TYPE == "loglikelihood_rolling" else responses[gold][0]
 
@@ -701,16 +691,12 @@ def command_score(args):
         lm = HarnessLM(candidate, args.device, args.max_length, args.batch_tokens, not args.no_share, cache)
         if plan:
             label = args.suite or args.tasks.replace(",", "+")
-            label += f"_{args.num_fewshot}shot" * bool(args.num_fewshot) + f"_limit{args.limit}" * bool(args.limit)
+            label += f"_{args.num_fewshot}shot" * (args.num_fewshot is not None) + f"_limit{args.limit}" * bool(args.limit)
             result = score_suite(lm, plan, args)
         else:
-            label, data_dir = "heldout", args.data or candidate.facts.get("data")
-            if not data_dir:
-                raise ValueError(f"{name}: it does not say what data it was trained on; give --data=DIR")
-            if (n_ids := read_meta(data_dir)["tokenizer"]["vocab_size"]) != candidate.n_ids:
-                raise ValueError(f"{name}: vocab_size {candidate.n_ids}, but {data_dir} has {n_ids}; give --data=DIR")
+            label, data_dir = "heldout", find_data(name, args.data or candidate.facts.get("data"), candidate.n_ids)
             result = {"checkpoint": str(name), "step": candidate.facts["step"], "data": str(data_dir), "dtype": args.dtype,
-                      **score_heldout(lm, data_dir)}
+                      "max_length": lm.max_length, **score_heldout(lm, data_dir)}
         if lm.part > 0:
             continue
         step = candidate.facts["step"]
@@ -763,18 +749,16 @@ PROPERTIES = {"keyword": lambda text: keyword.iskeyword(text.strip()), "space fi
 def full_windows(data_dir, block_size, positions):
     """Return (ids int64 [N, T + 1], document int64 [N]) of about `positions` targets: validation windows of full
     length, the first of every document before the second of any. Raises ValueError unless four documents have one."""
-    found, rounds = [], Counter()
+    windows = {}
     for number, shard in enumerate(open_shards(data_dir, "val")):
         for document, ids in cut_documents(*shard.map(), block_size):
             if len(ids) == block_size + 1:
-                found.append((rounds[number, document], number, document, ids))
-                rounds[number, document] += 1
-    if len(rounds) < 4:
-        raise ValueError(f"{data_dir}: {len(rounds)} validation documents of more than {block_size} tokens; a probe needs 4")
-    found = sorted(found, key=lambda window: window[:3])[:max(8, positions // block_size)]
-    places = {document: i for i, document in enumerate(rounds)}
-    documents = np.array([places[window[1:3]] for window in found])
-    return torch.from_numpy(np.stack([window[3] for window in found])).long(), documents
+                windows.setdefault((number, document), []).append(ids)
+    if len(windows) < 4:
+        raise ValueError(f"{data_dir}: {len(windows)} validation documents of more than {block_size} tokens; a probe needs 4")
+    found = [(i, ids) for turn in itertools.zip_longest(*windows.values()) for i, ids in enumerate(turn) if ids is not None]
+    documents, found = zip(*found[:max(8, positions // block_size)])
+    return torch.from_numpy(np.stack(found)).long(), np.array(documents)
 
 
 @torch.inference_mode()
@@ -894,8 +878,10 @@ def draw_probe(result, path):
 def command_probe(args):
     """Print what each depth knows and what each block is for; write the JSON file and the figure into the run."""
     model, state = load_model(args.checkpoint, args.device)
-    run, data_dir = run_directory(args.checkpoint), args.data or state["data"]
-    result = probe(model, load_tokenizer(run / "tokenizer.json"), data_dir, args.positions)
+    run = run_directory(args.checkpoint)
+    tokenizer = load_tokenizer(run / "tokenizer.json")
+    data_dir = find_data(args.checkpoint, args.data or state["data"], vocab_size(tokenizer))
+    result = probe(model, tokenizer, data_dir, args.positions)
     facts = {"checkpoint": str(args.checkpoint), "step": state["step"], "data": str(data_dir)}
     path = run / f"probe-{state['step']:08d}.json"
     write_whole(path, json.dumps(facts | result).encode())
@@ -940,6 +926,10 @@ def export_checkpoint(path, out, dtype="float32"):
     c, table, eot_id = model.config, model.model.embed_tokens, state["eot_id"]
     if c.ffn != "swiglu":
         raise ValueError(f"{path}: ffn={c.ffn} is no Llama's; only swiglu models can be exported")
+    tokenizer_path = run_directory(path) / "tokenizer.json"
+    if isinstance(tokenizer := load_tokenizer(tokenizer_path), Utf16):
+        raise ValueError(f"{path}: its ids are UTF-16 code units, for which there is no Hugging Face tokenizer")
+    eot = tokenizer.id_to_token(eot_id)
     weights = {name: tensor for name, tensor in model.state_dict().items() if "embed_tokens" not in name}
     weights["model.embed_tokens.weight"] = input_matrix(table, c.vocab_size, model.lm_head.weight)
     nanobit = {"step": state["step"], **{name: getattr(c, name) for name in INPUT_FIELDS},
@@ -947,8 +937,6 @@ def export_checkpoint(path, out, dtype="float32"):
     about = "Its input table is trained."
     if isinstance(table, FixedCodes):
         about = FIXED.format(n_bits=c.n_bits, n_tile=c.n_embd // c.n_bits, **nanobit)
-    tokenizer_path = run_directory(path) / "tokenizer.json"
-    eot = load_tokenizer(tokenizer_path).id_to_token(eot_id)
     files = {
         "config": {
             "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": c.vocab_size, "hidden_size": c.n_embd,
@@ -976,7 +964,8 @@ def read_llama_config(folder):
     """Return (ModelConfig, config.json) of a Hugging Face Llama folder. Raises ValueError for one the decoder does not cover."""
     hf = json.loads((Path(folder) / "config.json").read_text())
     rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    expected = {"model_type": "llama", "hidden_act": "silu", "mlp_bias": False, "attention_bias": False, "rope_type": "default"}
+    expected = {"model_type": "llama", "hidden_act": "silu", "mlp_bias": False, "attention_bias": False, "rope_type": "default",
+                "head_dim": hf["hidden_size"] // hf["num_attention_heads"]}
     found = {key: hf.get(key, value) for key, value in expected.items()}
     found["rope_type"] = rope.get("rope_type", rope.get("type", "default"))
     if wrong := [f"{key} {found[key]} (expected {value})" for key, value in expected.items() if found[key] != value]:
@@ -1000,11 +989,9 @@ def import_folder(folder, out):
     C, nanobit, weights = config.n_embd, hf.get("nanobit", {}), {}
     for file in sorted(Path(folder).glob("*.safetensors")):
         weights |= load_file(file)
-    dtype = weights["model.embed_tokens.weight"].dtype if "model.embed_tokens.weight" in weights else None
-    weights = {name: w.float() for name, w in weights.items()}
     if (table := weights.pop("model.embed_tokens.weight", None)) is None:
         raise FileNotFoundError(f"{folder}: no *.safetensors with model.embed_tokens.weight here")
-    weights.setdefault("lm_head.weight", table)
+    weights = {"lm_head.weight": table.float(), **{name: w.float() for name, w in weights.items()}}  # unless it is tied
     for name in weights:
         if name.endswith(("k_proj.weight", "v_proj.weight")):  # one of them serves this many query heads in a row
             heads = weights[name].view(-1, C // config.n_head, C)
@@ -1017,7 +1004,7 @@ def import_folder(folder, out):
         recoding = {name: np.array(nanobit[name], np.uint8) for name in ("matrix", "offset")}
         own.load_state_dict({name: torch.from_numpy(array) for name, array in
                              {"codebook": recode(binary_codes(config.vocab_size), **recoding), **recoding}.items()})
-    if not torch.equal(input_matrix(own, config.vocab_size, weights["lm_head.weight"]).to(dtype).float(), table):
+    if not torch.equal(input_matrix(own, config.vocab_size, weights["lm_head.weight"]).to(table.dtype), table):
         raise ValueError(f"{folder}: model.embed_tokens.weight is not the {config.input} code that config.json claims; "
                          "take nanobit out of config.json to import it as a learned table")
     weights |= {f"model.embed_tokens.{name}": tensor for name, tensor in own.state_dict().items()}
@@ -1046,11 +1033,11 @@ def parse_args():
     """Return the command line's settings; .run is the command's function."""
     parser = argparse.ArgumentParser(description=__doc__, usage=argparse.SUPPRESS, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", prog=parser.prog)
 
     def command(name, help, run, *positional):
         """Add a command and its positional arguments (name, metavar, nargs); return its parser."""
-        sub = commands.add_parser(name, allow_abbrev=False, help=help)
+        sub = commands.add_parser(name, usage=argparse.SUPPRESS, allow_abbrev=False, help=help)
         sub.set_defaults(run=run)
         for argument, metavar, nargs in positional:
             sub.add_argument(argument, metavar=metavar, nargs=nargs)
@@ -1094,6 +1081,10 @@ def parse_args():
             parser.error("nothing to score: name a CHECKPOINT or --hf=NAME")
         if args.suite and (args.tasks or args.num_fewshot is not None):
             parser.error("--suite has its own tasks and examples; leave --tasks and --num_fewshot out, or --suite")
+        if not (args.suite or args.tasks) and (args.limit, args.num_fewshot, args.data_dir, args.include_path) != (None,) * 4:
+            parser.error("--limit, --num_fewshot, --data_dir and --include_path are for benchmarks; give --tasks or --suite too")
+        if (args.suite or args.tasks) and args.data:
+            parser.error("--data is for the held-out loss; the benchmarks' data is --data_dir")
     return args
 
 

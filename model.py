@@ -26,7 +26,7 @@ import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from codes import CODE_SEED, FIXED, FRACTION_BITS, code_report, min_bits
 
@@ -72,14 +72,13 @@ class ModelConfig:
         for name in ("block_size", "n_layer", "n_head", "n_embd", "n_ffn"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: expected 1 or more")
-        # Heads need an even width each for RoPE; codes need a whole number of copies.
-        unit = math.lcm(2 * self.n_head, 1 if self.input in ("learned", "tied") else self.n_bits)
-        if self.n_embd % unit:
+        factors = {f"2 x n_head={self.n_head}": 2 * self.n_head}  # heads need an even width each for RoPE
+        if self.input not in ("learned", "tied"):  # codes need a whole number of copies
+            factors[f"n_bits={self.n_bits} (vocab_size={self.vocab_size})"] = self.n_bits
+        if self.n_embd % (unit := math.lcm(*factors.values())):
             low = self.n_embd // unit * unit
             fits = " or ".join(str(size) for size in (low, low + unit) if size)
-            raise ValueError(f"n_embd={self.n_embd}: expected a multiple of 2 x n_head={self.n_head}"
-                             + ("" if self.input in ("learned", "tied") else f" and of n_bits={self.n_bits} (vocab_size={self.vocab_size})")
-                             + f"; {fits} would do")
+            raise ValueError(f"n_embd={self.n_embd}: expected a multiple of {' and of '.join(factors)}; {fits} would do")
 
     @property
     def n_bits(self):
@@ -199,12 +198,6 @@ def build_input(config):
 # ----------------------------------------------------------------------------------------------------------------------
 # The parts of a block
 
-def compute_dtype(x):
-    """Return the dtype that matrices multiply x in: autocast's, or x's own."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-
-
 class RMSNorm(nn.Module):
     def __init__(self, n_embd, eps):
         super().__init__()
@@ -213,7 +206,9 @@ class RMSNorm(nn.Module):
 
     def forward(self, x):
         # Cast here, once: autocast would make, and keep for the backward pass, a copy for each projection that reads x.
-        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(compute_dtype(x))
+        kind = x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(dtype)
 
 
 def rope_tables(positions, head_dim, theta):
@@ -322,11 +317,10 @@ class Block(nn.Module):
 def selective_contexts():
     """Keep what a block's matrices and attention return, C and F wide values; recompute the rest, which is cheap arithmetic."""
     aten = torch.ops.aten
-    dear = {aten.mm.default, aten.bmm.default, aten.addmm.default, aten._scaled_dot_product_flash_attention.default,
-            aten._scaled_dot_product_flash_attention_for_cpu.default, aten._scaled_dot_product_efficient_attention.default,
-            aten._scaled_dot_product_cudnn_attention.default}
-    keep = lambda ctx, op, *args, **kwargs: CheckpointPolicy.MUST_SAVE if op in dear else CheckpointPolicy.PREFER_RECOMPUTE
-    return create_selective_checkpoint_contexts(keep)
+    return create_selective_checkpoint_contexts([
+        aten.mm.default, aten.bmm.default, aten.addmm.default, aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_flash_attention_for_cpu.default, aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_cudnn_attention.default])
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -502,6 +496,15 @@ def pick(logits, temperature, top_k, generator):
 SHA256_MARK = b"sha256:"  # and the digest of all before it end a file; torch.load does not mind them
 
 
+def hash_tensors(named):
+    """Return the sha256 of (name, tensor) pairs: names and values."""
+    digest = hashlib.sha256()
+    for name, tensor in named:
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
 def list_checkpoints(run):
     """Return the checkpoint files of a run directory, the newest first."""
     return sorted(Path(run).glob("step-*.pt"), reverse=True)
@@ -522,7 +525,7 @@ def read_checkpoint(path):
     except FileNotFoundError:
         raise
     except (RuntimeError, ValueError, EOFError, KeyError, OSError, pickle.UnpicklingError) as error:
-        why = str(error).splitlines()[0]
+        why = (str(error) or type(error).__name__).splitlines()[0]
         raise ValueError(f"{path}: damaged checkpoint ({why}); use an older one of the same run") from None
 
 

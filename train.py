@@ -37,7 +37,7 @@ import sys
 import time
 import traceback
 import weakref
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -51,12 +51,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from model import INIT_STD, INPUTS, SHA256_MARK, Decoder, FixedCodes, ModelConfig, list_checkpoints, read_checkpoint
+from model import INIT_STD, INPUTS, SHA256_MARK, Decoder, FixedCodes, ModelConfig, hash_tensors, list_checkpoints, read_checkpoint
 from prepare import load_tokenizer, open_shards, read_meta, token_bytes, write_whole
 
 # Each preset with its result as measured, or "not run".
 PRESETS = {
-    # 2.4M parameters, 2M targets, 3 minutes on 2 CPU cores: held-out loss 4.11 for binary (interpolated bigram: 4.35).
+    # 2.4M parameters, 2M targets, 2.5 minutes on 2 CPU cores: held-out loss 4.12 for binary (interpolated bigram: 4.35).
     "smoke": dict(
         data="data/stdlib", vocab_size=3072, block_size=256, n_layer=4, n_head=4, n_embd=192, n_ffn=512,
         tokens_per_step=2048, micro_batch=8, max_lr=4e-3, min_lr=4e-4, warmup_steps=50, decay_steps=0, max_targets=2_000_000,
@@ -79,10 +79,6 @@ PRESETS = {
         eval_windows=64, eval_every=100, save_every=250, log_every=10, checkpoint_activations="none"),
 }
 BETAS, EPS, WEIGHT_DECAY, GRAD_CLIP = (0.9, 0.95), 1e-8, 0.01, 1.0  # the paper, "Training"
-# What may change when a run is resumed: where and how it runs, what it reports, when it stops. All else is the experiment.
-FREE_ON_RESUME = {"preset", "data", "out", "device", "micro_batch", "parallel", "checkpoint_activations", "compile", "timeout",
-                  "max_targets", "eval_windows", "eval_every", "save_every", "log_every", "keep", "keep_every", "profile",
-                  "tensorboard", "resume", "dry_run", "targets_per_second"}
 STOPPED = 75  # exit code after a signal (EX_TEMPFAIL of sysexits.h: try again)
 DENSE_BF16_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12}  # data sheets
 
@@ -188,12 +184,12 @@ def build_optimizer(model, max_lr):
 
 
 def load_validation(args, rank, world_size, say):
-    """Return this process's part of the fixed validation windows, (inputs, targets, bytes of text per target); Nones if there
+    """Return this process's part of the fixed validation windows, (inputs, targets, bytes of text per target); None if there
     are none. They depend on the data alone, not on the seed, so the losses of any two runs can be compared."""
     shards = [shard for shard in open_shards(args.data, "val") if shard.longest > args.block_size]
     if not shards:
         say(f"no evaluation: {args.data} has no validation document of more than {args.block_size} tokens")
-        return None, None, None
+        return None
     sampler = WindowSampler(shards, args.block_size, seed=0, windows_per_visit=-(-args.eval_windows // len(shards)))
     inputs, targets = sampler.batch([(0, w) for w in range(args.eval_windows)])
     sizes = token_bytes(load_tokenizer(Path(args.data) / "tokenizer.json"))
@@ -208,13 +204,11 @@ def evaluate(model, inputs, targets, micro_batch, autocast):
     """Return the mean loss over the windows that all processes hold, in nats per target: a sum over a count, not a mean of
     means, so that it is the same for any split of the windows."""
     device = model.lm_head.weight.device
-    total = torch.zeros(2, dtype=torch.float64, device=device)
+    total = torch.tensor([0.0, (targets >= 0).sum().item()], dtype=torch.float64, device=device)
     model.eval()
     for x, y in zip(inputs.split(micro_batch), targets.split(micro_batch)):
         with autocast:
-            loss = model(x.to(device), y.to(device))[1]
-        n = (y >= 0).sum().item()
-        total += torch.stack((loss.double() * n, torch.full_like(loss, n, dtype=torch.float64)))
+            total[0] += model(x.to(device), y.to(device))[1].double() * (y >= 0).sum().item()
     model.train()
     if dist.is_initialized():
         dist.all_reduce(total)
@@ -284,21 +278,6 @@ def scatter_state(model, optimizer, state):
     full_state.set_optimizer_state_dict(model, optimizer, state.get("optimizer", {}), options=options)
 
 
-def newest_checkpoint(out, say):
-    """Return the newest undamaged checkpoint of a run as a dict, or None if there is none."""
-    for path in list_checkpoints(out):
-        try:
-            return read_checkpoint(path)
-        except ValueError as error:
-            say(f"skipped: {error}")
-    return None
-
-
-def last_checkpoint(out):
-    """Return the newest checkpoint's path, or "none"."""
-    return next(iter(list_checkpoints(out)), "none")
-
-
 def check_same_experiment(there, here):
     """Raise ValueError, listing the fields, if a resumed run's configuration is another experiment."""
     differing = [f"{key} {there.get(key)} -> {here[key]}" for key in here
@@ -348,15 +327,6 @@ def data_fingerprint(meta):
     """Return the sha256 of what a run learns from: the tokenizer and every shard's contents."""
     facts = [meta["tokenizer"]["sha256"], [[entry["train"], entry["val"]] for entry in meta["shards"]]]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-
-
-def body_hash(model):
-    """Return the sha256 of the blocks' and the final norm's weights: the same for every interface at the start."""
-    sha256 = hashlib.sha256()
-    for name, p in model.group_parameters()["body"]:
-        sha256.update(name.encode())
-        sha256.update(p.detach().contiguous().numpy())
-    return sha256.hexdigest()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -410,20 +380,12 @@ def start_processes(args):
     return dist.get_rank(), dist.get_world_size(), device
 
 
-def any_process(flag):
-    """Return whether flag is true in any process; all take part, and each waits for the last."""
-    flag = torch.tensor(int(bool(flag)))
+def greatest(value):
+    """Return the greatest of all processes' whole numbers or truths; all take part, and each waits for the last."""
+    value = torch.tensor(int(value))
     if dist.is_initialized():
-        dist.all_reduce(flag, dist.ReduceOp.MAX)
-    return bool(flag)
-
-
-def from_rank_0(value):
-    """Return rank 0's value, a plain one, in every process."""
-    values = [value]
-    if dist.is_initialized():
-        dist.broadcast_object_list(values)
-    return values[0]
+        dist.all_reduce(value, dist.ReduceOp.MAX)
+    return value.item()
 
 
 def catch_signals():
@@ -552,7 +514,7 @@ def estimate_memory(config, micro_batch, dtype, checkpoint_activations, accumula
 def print_costs(args, config, flops, say):
     """Print the memory of a process and the time of the run."""
     world_size = int(os.environ["WORLD_SIZE"]) if dist.is_torchelastic_launched() else 1
-    accumulation = args.tokens_per_step // (args.block_size * args.micro_batch * world_size)
+    accumulation = split_update(args, world_size)
     parts = estimate_memory(config, args.micro_batch, args.dtype, args.checkpoint_activations, accumulation, args.parallel,
                             world_size, args.device)
     rest = "" if args.device.startswith("cuda") else f"; Python and torch themselves {peak_memory_gb(torch.device('cpu')):.2f}"
@@ -577,7 +539,7 @@ def print_costs(args, config, flops, say):
 
 def count(text):
     """Parse a whole number, also as 3e6."""
-    if (value := float(text)) != int(value):
+    if not (value := float(text)).is_integer():  # as inf and nan are not
         raise ValueError
     return int(value)
 
@@ -624,10 +586,10 @@ FLAGS = {
         warmup_steps=(int, None, "updates of linear warm-up"),
         decay_steps=(int, None, "update at which the cosine ends; 0 for the last one"),
         streams=(int, 2, "data streams, two in the paper"),
-        windows_per_visit=(int, 8192, "windows a stream draws of a shard, 8192 in the paper")),
+        windows_per_visit=(int, 8192, "windows a stream draws of a shard, 8192 in the paper"),
+        dtype=(("bfloat16", "float32"), None, "autocast, parameters are float32; bfloat16 where it is fast")),
     "machine": dict(
         device=(str, "cuda" if torch.cuda.is_available() else "cpu", "cpu, cuda or cuda:N"),
-        dtype=(("bfloat16", "float32"), None, "autocast, parameters are float32; bfloat16 where it is fast"),
         micro_batch=(int, None, "windows a forward pass, at most; trades memory only"),
         parallel=(("ddp", "fsdp"), "ddp", "under torchrun: each process holds a copy of the model, or a share of it"),
         checkpoint_activations=(("none", "block", "selective"), None, "recompute in the backward pass nothing, whole blocks, or "
@@ -644,6 +606,9 @@ FLAGS = {
         profile=(bool, False, "write trace.json, the third to fifth update of this launch, for chrome://tracing"),
         tensorboard=(bool, False, "write TensorBoard's event files too (needs the package tensorboard)")),
 }
+# What may change when a run is resumed: where and how it runs, what it reports, when it stops. All else is the experiment.
+FREE_ON_RESUME = {*FLAGS["machine"], *FLAGS["reports"], "preset", "data", "out", "max_targets", "resume", "dry_run",
+                  "targets_per_second"}
 
 
 def parse_args(argv=None):
@@ -659,14 +624,13 @@ def parse_args(argv=None):
             shown = text if stated in (None, []) else f"{text} (default: {stated})"
             group.add_argument(f"--{name}", help=shown, **how)
     given = vars(parser.parse_args(argv))
-    preset = given.get("preset", "paper" if torch.cuda.is_available() else "smoke")
+    cuda = torch.cuda.is_available()
+    reason = "--preset" if "preset" in given else "CUDA is present" if cuda else "there is no CUDA device"
+    preset = given.setdefault("preset", "paper" if cuda else "smoke")
     values = {name: default for flags in FLAGS.values() for name, (_, default, _) in flags.items()} | PRESETS[preset] | given
-    args = argparse.Namespace(**values | {"preset": preset})
+    args = argparse.Namespace(**values, preset_reason=reason)
     args.out = args.out or ("out/sweep" if args.sweep else f"out/{preset}-{args.input}-s{args.seed}")
     args.dtype = args.dtype or pick_dtype(args.device)
-    args.preset_reason = "CUDA is present" if preset == "paper" else "there is no CUDA device"
-    if "preset" in given:
-        args.preset_reason = "--preset"
     try:
         check_args(args)
     except ValueError as error:
@@ -701,26 +665,35 @@ def check_args(args):
 
 def model_config(args):
     """Return the ModelConfig among the arguments. Raises ValueError for sizes that cannot be."""
-    return ModelConfig(**{field.name: getattr(args, field.name) for field in fields(ModelConfig) if hasattr(args, field.name)})
+    return ModelConfig(args.input, **{name: getattr(args, name) for name in FLAGS["model"]})
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The run
 
+def split_update(args, world_size):
+    """Cut args.micro_batch to a process's share of an update; return how many micro-batches a process accumulates.
+
+    Raises ValueError if an update's windows do not divide.
+    """
+    windows = args.tokens_per_step // args.block_size
+    args.micro_batch = min(args.micro_batch, max(windows // world_size, 1))
+    accumulation, rest = divmod(windows, world_size * args.micro_batch)
+    if rest:
+        raise ValueError(f"{windows} windows an update do not divide by {world_size} processes x micro_batch {args.micro_batch}; "
+                         "change --micro_batch or --tokens_per_step")
+    return accumulation
+
+
 def open_data(args, rank, world_size, say):
-    """Return (meta, windows_per_step, sampler, *load_validation(...)) and print what an update is made of.
+    """Return (meta, sampler, load_validation(...)) and print what an update is made of.
 
     Raises ValueError: what can be wrong with the data shows before anything is built or written.
     """
     meta = read_meta(args.data)
     if (found := meta["tokenizer"]["vocab_size"]) != args.vocab_size:
         raise ValueError(f"vocab_size={args.vocab_size}, but {args.data} has {found}; give --vocab_size={found} or another --data")
-    windows_per_step = args.tokens_per_step // args.block_size
-    args.micro_batch = min(args.micro_batch, max(windows_per_step // world_size, 1))  # no more than a process's share
-    accumulation, rest = divmod(windows_per_step, world_size * args.micro_batch)
-    if rest:
-        raise ValueError(f"{windows_per_step} windows an update do not divide by {world_size} processes x micro_batch "
-                         f"{args.micro_batch}; change --micro_batch or --tokens_per_step")
+    accumulation = split_update(args, world_size)
     shards = open_shards(args.data, "train")
     sampler = WindowSampler(shards, args.block_size, args.seed, args.windows_per_visit)
     validation = load_validation(args, rank, world_size, say)
@@ -729,7 +702,7 @@ def open_data(args, rank, world_size, say):
         f"{len(shards)} shards; unigram entropy {entropy:.4f} nats, uniform {math.log(args.vocab_size):.4f}")
     say(f"update: micro_batch {args.micro_batch} x context {args.block_size} x accumulation {accumulation} x processes "
         f"{world_size} = {args.tokens_per_step:,} targets; {args.steps:,} updates = {args.steps * args.tokens_per_step:,} targets")
-    return meta, windows_per_step, sampler, *validation
+    return meta, sampler, validation
 
 
 def load_run(args, experiment, say):
@@ -741,12 +714,16 @@ def load_run(args, experiment, say):
         return {}
     for unfinished in out.glob("step-*.tmp"):  # of a save that was killed
         unfinished.unlink()
-    state = newest_checkpoint(out, say)
-    if state is None:
-        say(f"no checkpoint in {out}: starting from the first update")
-        return {}
-    check_same_experiment(state["config"], experiment)
-    return state
+    for path in list_checkpoints(out):
+        try:
+            state = read_checkpoint(path)
+        except ValueError as error:
+            say(f"skipped: {error}")
+        else:
+            check_same_experiment(state["config"], experiment)
+            return state
+    say(f"no checkpoint in {out}: starting from the first update")
+    return {}
 
 
 def update(step_model, optimizer, batch, micro_batch, autocast, number, bad):
@@ -788,7 +765,7 @@ def check_finite(bad, out):
     number, loss, norm = bad.tolist()
     if number:
         raise FloatingPointError(f"update {int(number):,}: loss {loss}, gradient norm {norm}; stopped before this update; "
-                                 f"last good checkpoint: {last_checkpoint(out)}")
+                                 f"last good checkpoint: {(list_checkpoints(out) or ['none'])[0]}")
 
 
 def start_profiler(out):
@@ -861,6 +838,8 @@ def run_sweep(sweeps, flags, root):
 def experiment_of(args):
     """Return the arguments that config.json and the checkpoints record."""
     return {key: value for key, value in vars(args).items() if key not in ("steps", "preset_reason", "sweep")}
+
+
 def main():
     args = parse_args()
     if args.sweep:
@@ -869,14 +848,15 @@ def main():
             raise ValueError("--sweep: write every other flag as --NAME=VALUE")
         return 1 if run_sweep(args.sweep, [f for f in flags if not f.startswith(("--sweep=", "--out="))], args.out) else 0
     config = model_config(args)
-    say = print if os.environ.get("RANK", "0") == "0" else lambda *_, **__: None
+    say = print if not dist.is_torchelastic_launched() or os.environ["RANK"] == "0" else lambda *_, **__: None
     say(f"preset {args.preset} ({args.preset_reason}), seed {args.seed}, {args.out}")
     flops = print_model(config, say)
     if args.dry_run:
         return print_costs(args, config, flops, say)
     rank, world_size, device = start_processes(args)
 
-    meta, windows_per_step, sampler, val_inputs, val_targets, val_bytes_per_target = open_data(args, rank, world_size, say)
+    meta, sampler, validation = open_data(args, rank, world_size, say)
+    windows_per_step = args.tokens_per_step // args.block_size
     out, state = Path(args.out), {}
     experiment = experiment_of(args)
     experiment["data_fingerprint"] = data_fingerprint(meta)
@@ -886,14 +866,14 @@ def main():
         writer = open_tensorboard(out) if args.tensorboard else None
     model = Decoder(config, args.seed)
     model.checkpoint_activations = args.checkpoint_activations
-    experiment["initial_body_sha256"] = body_hash(model)
+    experiment["initial_body_sha256"] = hash_tensors(model.group_parameters()["body"])  # the same for every interface
     experiment["parameters"] = model.count()
     experiment["code_report"] = model.model.embed_tokens.report() if isinstance(model.model.embed_tokens, FixedCodes) else None
     say(f"initial body sha256 {experiment['initial_body_sha256'][:16]}; {device}, {args.dtype}, "
         f"{torch.get_num_threads()} threads")
     step_model = parallelize(model, args, device)
     optimizer = build_optimizer(model, args.max_lr)
-    step = from_rank_0(state.get("step", 0))
+    step = greatest(state.get("step", 0))  # rank 0's: the others have no state
     if step:
         scatter_state(model, optimizer, state)
         say(f"resumed after update {step:,}")
@@ -924,7 +904,8 @@ def main():
                                 model_config=asdict(config), data=args.data, tokenizer_sha256=meta["tokenizer"]["sha256"],
                                 eot_id=meta["tokenizer"]["eot_id"])
         except (OSError, RuntimeError) as error:
-            print(f"step {step}: checkpoint not saved: {error}; last good one: {last_checkpoint(out)}", file=sys.stderr)
+            last = (list_checkpoints(out) or ["none"])[0]
+            print(f"step {step}: checkpoint not saved: {error}; last good one: {last}", file=sys.stderr)
             return True
         return False
 
@@ -935,9 +916,10 @@ def main():
     profiler = start_profiler(out) if args.profile and rank == 0 else None
     since, timed_steps = time.perf_counter(), 0  # of the stretch whose rate is being taken: no evaluation or save in it
     while True:
-        if val_inputs is not None and (step % args.eval_every == 0 or step == args.steps):
-            loss = evaluate(model, val_inputs, val_targets, args.micro_batch, autocast)
-            bits_per_byte = loss / math.log(2) / val_bytes_per_target
+        if validation and (step % args.eval_every == 0 or step == args.steps):
+            inputs, targets, bytes_per_target = validation
+            loss = evaluate(model, inputs, targets, args.micro_batch, autocast)
+            bits_per_byte = loss / math.log(2) / bytes_per_target
             say(f"step {step:6,}  held-out loss {loss:.4f}  bits per byte {bits_per_byte:.4f}")
             log(step=step, targets=step * args.tokens_per_step, val_loss=loss, val_bits_per_byte=bits_per_byte)
             since, timed_steps = time.perf_counter(), 0
@@ -955,7 +937,7 @@ def main():
         if profiler:
             profiler.step()
 
-        stop = any_process(signals)
+        stop = greatest(bool(signals))
         due = step == args.steps or stop
         if due or step % args.log_every == 0 or step % args.save_every == 0:
             check_finite(bad, out)
@@ -970,7 +952,7 @@ def main():
             since, timed_steps = time.perf_counter(), 0
         if due or step % args.save_every == 0:
             failed = save()
-            if due and any_process(failed):  # nobody leaves before the file is there
+            if due and greatest(failed):  # nobody leaves before the file is there
                 return 1
             since, timed_steps = time.perf_counter(), 0
         if stop and step < args.steps:
@@ -980,14 +962,13 @@ def main():
 
 
 if __name__ == "__main__":
+    code = 1
     try:
         code = main()
     except (ValueError, OSError, FloatingPointError) as error:
-        code = 1
-        if os.environ.get("LOCAL_RANK", "0") == "0":
+        if not dist.is_torchelastic_launched() or os.environ["LOCAL_RANK"] == "0":
             print(f"train.py: {error}", file=sys.stderr)
     except Exception:  # our own mistake, or another process is gone
-        code = 1
         traceback.print_exc()
     sys.stdout.flush()
     if dist.is_initialized():

@@ -156,6 +156,18 @@ def test_other_differences_are_marked(write, monkeypatch, capsys):
     assert "NOTE" not in output(monkeypatch, capsys, write("a", scores()), write("c", scores("c", seed=5)))
 
 
+def test_accuracies_that_are_shares_are_points_too(write, monkeypatch, capsys):
+    """As truthfulqa_mc2's, whose documents are right in part: no McNemar test, but percent."""
+    files = [scores("a"), scores("b", seed=1)]
+    for file in files:
+        docs = file["tasks"]["piqa"]["docs"]
+        docs["acc"] = [value * 0.7 for value in docs["acc"]]
+    text = output(monkeypatch, capsys, *(write(name, file) for name, file in zip("ab", files)))
+    row = next(line for line in text.splitlines() if line.startswith("piqa") and "bootstrap" in line and "  acc  " in line)
+    difference = 100 * (np.mean(files[1]["tasks"]["piqa"]["docs"]["acc"]) - np.mean(files[0]["tasks"]["piqa"]["docs"]["acc"]))
+    assert f"{difference:+.3f} points" in row
+
+
 def test_tables(write, monkeypatch, capsys):
     a, b = write("a", scores()), write("b", scores("b", seed=1, p=0.9))
     text = output(monkeypatch, capsys, a, b, "--published=binary,gf2")

@@ -181,6 +181,7 @@ def test_runs_without_a_partner_count_in_the_mean_but_not_in_the_difference(six_
     ("config.json", {"input": "learned"}, "both learned of seed 3"), ("config.json", {"max_targets": 10**6}, "40,960 of 1,000,000"),
     ("config.json", {"seed": 2}, "seed 2"), ("heldout-00000010.json", {"step": 9}, "36,864 at its held-out score"),
     ("heldout-00000010.json", {"dtype": "bfloat16"}, "dtype of the held-out score float32 / bfloat16"),
+    ("heldout-00000010.json", {"max_length": 64}, "max_length of the held-out score None / 64"),
     ("heldout-00000010.json", {"documents": [{"targets": 5, "bytes": 9, "nats": 20.0}]}, "60 / 1 validation documents")])
 def test_refusals_name_the_field(six_runs, file, changes, named):
     edit(six_runs[-1] / file, **changes)

@@ -25,7 +25,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from model import Decoder, ModelConfig, load_model
-from prepare import load_tokenizer, train_tokenizer
+from prepare import UTF16_JSON, load_tokenizer, train_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared"
@@ -532,6 +532,11 @@ def test_generation_is_greedy_and_stops(binary, own_tasks):
         at = torch.tensor([len(prompt) + len(ids) - 1])
         ids.append(binary.forward(torch.tensor([prompt + ids]), select=(at * 0, at))[0, :binary.n_ids].argmax().item())
     assert texts[0] == binary.decode(ids).split("e")[0] and all("e" not in text for text in texts)
+    assert tasks["own_text"]["n_truncated"] == 0
+    # What a prompt loses is counted with the room that its continuation needs: 6 tokens.
+    shorter = HarnessLM(binary, max_length=len(prompt) + 5)
+    tasks, _ = evaluate.run_tasks(shorter, own_tasks("own_text"), limit=1)
+    assert tasks["own_text"]["n_truncated"] == 1
 
 
 # ---------------------------------------------------------------------------------------------- the command line
@@ -591,6 +596,10 @@ def test_missing_data_is_one_line(make_run, tmp_path):
     (["score"], 2, "name a CHECKPOINT"),
     (["score", "RUN", "--suite=paper", "--tasks=piqa"], 2, "--suite has its own tasks"),
     (["score", "RUN", "--suite=papers"], 2, "invalid choice"),
+    (["score", "RUN", "--limit=3"], 2, "give --tasks or --suite too"),
+    (["score", "RUN", "--num_fewshot=0"], 2, "give --tasks or --suite too"),
+    (["score", "RUN", "--tasks=piqa", "--data=x"], 2, "--data is for the held-out loss"),
+    (["probe", "RUN"], 1, "give --data=DIR"),
     (["score", "RUN", "--no_such_flag"], 2, "unrecognized arguments: --no_such_flag"),
     (["score", "RUN", "--no_share=False"], 2, "ignored explicit argument"),
     (["score", "RUN"], 1, "give --data=DIR"),
@@ -611,7 +620,21 @@ def test_mistakes_are_one_line(make_run, monkeypatch, capsys, arguments, code, s
         got, message = error.code, capsys.readouterr().err
     except (ValueError, OSError) as error:  # main's caller prints them as one line and exits with 1
         got, message = 1, str(error)
-    assert got == code and said in message and (code == 2 or "\n" not in message)
+    assert got == code and said in message and len(message.splitlines()) == 1
+    assert code == 1 or message.startswith("evaluate.py")
+
+
+def test_utf16_ids(make_run, tmp_path, monkeypatch, capsys):
+    """A run on UTF-16 code units samples; no tokenizer of Hugging Face's has these ids, so it has no export."""
+    directory = tmp_path / "run"
+    directory.mkdir()
+    for path in make_run("binary", vocab_size=65_536, n_embd=64).iterdir():
+        (directory / path.name).write_bytes(path.read_bytes())
+    (directory / "tokenizer.json").write_bytes(UTF16_JSON)
+    call(monkeypatch, "sample", directory, "--prompt", "aé🙂", "--max_new_tokens=3", "--device=cpu")
+    assert capsys.readouterr().out.startswith("aé🙂")
+    with pytest.raises(ValueError, match="UTF-16 code units"):
+        evaluate.export_checkpoint(directory, tmp_path / "hf")
 
 
 def test_reference_without_transformers(monkeypatch):
@@ -755,7 +778,8 @@ def test_import_refuses_a_matrix_that_is_not_the_code(make_run, tmp_path, input)
 
 
 @pytest.mark.parametrize("change,said", (({"model_type": "gpt2"}, "model_type gpt2"), ({"attention_bias": True}, "attention_bias True"), ({"hidden_act": "gelu"}, "hidden_act"),
-                                         ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "rope_type llama3"), ({"num_hidden_layers": 3}, "Missing key")))
+                                         ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "rope_type llama3"), ({"num_hidden_layers": 3}, "Missing key"),
+                                         ({"head_dim": 64}, "head_dim 64 .expected 18")))
 def test_import_refuses_what_the_decoder_is_not(make_run, tmp_path, change, said):
     evaluate.export_checkpoint(make_run("learned"), tmp_path / "hf")
     path = tmp_path / "hf" / "config.json"

@@ -454,7 +454,7 @@ def test_damaged_checkpoints_are_refused(tmp_path):
     path = tmp_path / "step-00000003.pt"
     save(path, tiny())
     good = path.read_bytes()
-    for bad in (good[:len(good) // 2], good[:-20], good[:100], b""):  # a changed byte: tests/test_train.py
+    for bad in (good[:len(good) // 2], good[:-20], good[:100], b"", b"\x80\x02"):  # a changed byte: tests/test_train.py
         path.write_bytes(bad)
         with pytest.raises(ValueError, match="damaged checkpoint"):
             read_checkpoint(path)

@@ -455,7 +455,7 @@ def test_no_data(tmp_path):
 @pytest.mark.parametrize("flags, message", [
     (["--nonsense=1"], "unrecognized arguments: --nonsense"), (["--input=onehot"], "onehot"), (["--n_embd=40"], "36 or 72 would do"),
     (["--tokens_per_step=500"], "multiple of block_size x streams = 64"), (["--micro_batch=0"], "1 or more"), (["--device=mps"], "expected cpu"),
-    (["--warmup_steps=999", "--decay_steps=10"], "at most decay_steps=10"), (["--max_targets=1.5"], "max_targets"), (["--min_lr=1"], "min_lr <= max_lr")])
+    (["--warmup_steps=999", "--decay_steps=10"], "at most decay_steps=10"), (["--max_targets=1.5"], "max_targets"), (["--max_targets=inf"], "max_targets"), (["--min_lr=1"], "min_lr <= max_lr")])
 def test_wrong_flags(data_dir, tmp_path, monkeypatch, capsys, flags, message):
     monkeypatch.setattr(sys, "argv", command(data_dir, tmp_path / "out", *flags)[1:])
     with pytest.raises(SystemExit) as exit:
@@ -472,6 +472,20 @@ def test_flags_that_do_not_fit_the_data(data_dir, tmp_path, monkeypatch, flags, 
     with pytest.raises(ValueError, match=message):
         run_here(monkeypatch, data_dir, tmp_path / "out", *flags)
     assert not (tmp_path / "out").exists()
+
+
+def test_the_dry_run_cuts_the_micro_batch_as_the_run_does(tmp_path, monkeypatch, capsys):
+    for name, value in dict(TORCHELASTIC_RUN_ID="x", WORLD_SIZE="2", RANK="0", LOCAL_RANK="0").items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", ["train.py", "--preset=smoke", "--dry_run", "--device=cpu", f"--out={tmp_path / 'out'}"])
+    train.main()
+    assert "each of 2 processes (ddp), micro_batch 4," in capsys.readouterr().out  # of 8 windows an update
+
+
+def test_a_stray_rank_is_not_torchruns(tmp_path):
+    done = subprocess.run([sys.executable, "train.py", "--preset=smoke", f"--data={tmp_path / 'none'}", f"--out={tmp_path / 'out'}", "--device=cpu"],
+                          capture_output=True, text=True, cwd=Path(train.__file__).parent, env={**os.environ, "RANK": "1", "LOCAL_RANK": "1"})
+    assert done.returncode == 1 and done.stdout.startswith("preset smoke") and "run python prepare.py" in done.stderr
 
 
 def test_truncated_shard(spoiled, tmp_path):
