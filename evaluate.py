@@ -561,7 +561,7 @@ def load_tasks(names, num_fewshot=None, data_dir=None, include_path=None):
     Raises ValueError for an unknown task, FileNotFoundError for one whose data cannot be had.
     """
     if data_dir is not None:
-        os.environ["HF_HUB_OFFLINE"] = "1"  # what is not there is missing; nothing waits for a network
+        os.environ["HF_DATASETS_OFFLINE"] = "1"  # what is not there is missing; a --hf model may still come from the hub
     from lm_eval.tasks import TaskManager, __file__ as tasks_file
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     own = [str(Path(include_path).resolve())] if include_path else []

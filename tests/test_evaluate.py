@@ -592,6 +592,17 @@ def test_missing_data_is_one_line(make_run, tmp_path):
     assert code == 1 and error.startswith("evaluate.py: hellaswag:") and "Rowan/hellaswag" in error and "--data_dir=DIR" in error
 
 
+def test_local_benchmarks_do_not_cut_off_the_hub(tmp_path):
+    """With --data_dir a data set is there or missing, at once; a --hf model that is scored next is still fetched."""
+    code = (f"import evaluate\ntry:\n    evaluate.load_tasks(['piqa'], data_dir={str(tmp_path)!r})\n"
+            "except FileNotFoundError as error:\n    print(error)\n"
+            "import huggingface_hub\nprint('hub offline:', huggingface_hub.constants.HF_HUB_OFFLINE)")
+    environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_ENDPOINT": "http://127.0.0.1:9"}
+    del environment["HF_HUB_OFFLINE"]
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=environment, timeout=60)
+    assert "piqa: its data set cannot be loaded" in done.stdout and done.stdout.endswith("hub offline: False\n"), done.stderr[-500:]
+
+
 @pytest.mark.parametrize("arguments,code,said", (
     (["score"], 2, "name a CHECKPOINT"),
     (["score", "RUN", "--suite=paper", "--tasks=piqa"], 2, "--suite has its own tasks"),
