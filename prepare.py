@@ -550,10 +550,7 @@ def start_worker(tokenizer_path, twin, eot_id, split_seed, val_fraction):
 
 def encode_batch(rows):
     """Encode a list of rows (id, text); return (Counter of skipped rows by reason, and for train and val the ids,
-    uint16 as bytes, the lengths in ids of the documents and the bytes of their texts). Anything else than a list is a
-    mark in the stream of jobs, and comes back as it is."""
-    if not isinstance(rows, list):
-        return rows
+    uint16 as bytes, the lengths in ids of the documents and the bytes of their texts)."""
     skipped, sides = Counter(), [([], [], []), ([], [], [])]
     for key, text in rows:
         text, reason = clean_text(text)
@@ -571,20 +568,20 @@ def encode_batch(rows):
 
 
 def encode_in_order(jobs, workers, settings):
-    """Yield (number, encode_batch(job)) for each (number, job), in order; few jobs are on their way at a time."""
+    """Yield (number, encode_batch(rows), end) for each (number, rows, end), in order; few are on their way at a time."""
     if workers == 1:
         start_worker(*settings)
-        yield from ((number, encode_batch(job)) for number, job in jobs)
+        yield from ((number, encode_batch(rows), end) for number, rows, end in jobs)
         return
     with ProcessPoolExecutor(workers, multiprocessing.get_context("forkserver"), start_worker, settings) as pool:
         pending = deque()
-        for number, job in jobs:
-            pending.append((number, pool.submit(encode_batch, job)))
+        for number, rows, end in jobs:
+            pending.append((number, pool.submit(encode_batch, rows), end))
             if len(pending) > 2 * workers + 2:
-                number, result = pending.popleft()
-                yield number, result.result()
-        for number, result in pending:
-            yield number, result.result()
+                number, result, end = pending.popleft()
+                yield number, result.result(), end
+        for number, result, end in pending:
+            yield number, result.result(), end
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -681,10 +678,10 @@ def batches(rows):
 
 
 def read_jobs(meta, args, keep):
-    """Yield (number, rows) for every source without a shard, a list at a time, and at its end (number, source_facts).
+    """Yield (number, a list of rows, None) of every source without a shard, and last of each (number, [], source_facts).
 
-    An error is yielded in its place: raised, it would cost the shards whose rows are still on their way. A download is
-    deleted after its last row unless it is to be kept.
+    An error is yielded in place of the facts: raised, it would cost the shards whose rows are still on their way. A
+    download is deleted after its last row unless it is to be kept.
     """
     downloads, left = Path(args.out, "downloads").resolve(), args.max_documents or sys.maxsize
     files = fetch_ahead([name for name, shard in zip(meta["sources"], meta["shards"]) if not shard], args)
@@ -698,11 +695,11 @@ def read_jobs(meta, args, keep):
                     raise file
                 for batch in batches(itertools.islice(read_rows(name, file, args.text_column, args.id_column), left)):
                     left -= len(batch)
-                    yield number, batch
+                    yield number, batch, None
             except (ValueError, OSError) as error:
-                yield number, error
+                yield number, [], error
                 return
-            yield number, facts
+            yield number, [], facts
             if "://" in name and not keep and isinstance(file, str) and Path(file).resolve().is_relative_to(downloads):
                 os.remove(file)
 
@@ -713,21 +710,22 @@ def write_shards(meta, settings, args):
     todo = shards.count(None)
     with tqdm(total=len(shards), initial=len(shards) - todo, unit=" shards", disable=None) as shard_bar, \
             tqdm(total=count_rows(meta, args), unit=" documents", unit_scale=True, disable=None) as bar:
-        for number, result in encode_in_order(read_jobs(meta, args, args.keep_downloads), args.workers, settings):
-            if isinstance(result, Exception):
-                raise result
+        jobs = read_jobs(meta, args, args.keep_downloads)
+        for number, (left_out, sides), end in encode_in_order(jobs, args.workers, settings):
+            if isinstance(end, Exception):
+                raise end
             if writers is None:
                 writers, skipped = [ShardWriter(args.out, split, number) for split in SPLITS], Counter()
-            if isinstance(result, tuple):
-                skipped += result[0]
-                for writer, (ids, lengths, n_bytes) in zip(writers, result[1]):
-                    writer.add(ids, lengths, n_bytes)
-                    documents += len(lengths)
-                    tokens += sum(lengths)
-                bar.update(documents - bar.n)
-                bar.set_postfix_str(f"{tokens / (time.monotonic() - start):,.0f} tokens/s")
+            skipped += left_out
+            for writer, (ids, lengths, n_bytes) in zip(writers, sides):
+                writer.add(ids, lengths, n_bytes)
+                documents += len(lengths)
+                tokens += sum(lengths)
+            bar.update(documents - bar.n)
+            bar.set_postfix_str(f"{tokens / (time.monotonic() - start):,.0f} tokens/s")
+            if end is None:
                 continue
-            shards[number] = {"source": meta["sources"][number], **result, "skipped": dict(sorted(skipped.items())),
+            shards[number] = {"source": meta["sources"][number], **end, "skipped": dict(sorted(skipped.items())),
                               **{split: writer.close() for split, writer in zip(SPLITS, writers)}}
             writers = None
             write_meta(args.out, meta)
@@ -746,8 +744,10 @@ def write_shards(meta, settings, args):
 def count_rows(meta, args):
     """Return how many rows are still to be read, for the progress bar; None where only reading them all would tell."""
     names = [name for name, shard in zip(meta["sources"], meta["shards"]) if not shard]
-    if args.max_documents or not all(name.endswith(".parquet") and "://" not in name for name in names):
-        return args.max_documents
+    if args.max_documents:
+        return args.max_documents - sum(shard[split]["documents"] for shard in meta["shards"] if shard for split in SPLITS)
+    if not all(name.endswith(".parquet") and "://" not in name for name in names):
+        return None
     try:
         return sum(pq.read_metadata(name).num_rows for name in names)
     except (pa.ArrowException, OSError):
@@ -975,10 +975,10 @@ def prepare(args):
 
     def train_texts():
         """Yield the texts that are not held out, as a tokenizer may learn from these alone."""
-        for _, rows in read_jobs(meta, args, keep=True):
-            if isinstance(rows, Exception):
-                raise rows
-            for key, text in rows if isinstance(rows, list) else []:
+        for _, rows, end in read_jobs(meta, args, keep=True):
+            if isinstance(end, Exception):
+                raise end
+            for key, text in rows:
                 text, _ = clean_text(text)
                 if text and not is_held_out(key, text, args.split_seed, args.val_fraction):
                     yield text

@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -554,6 +555,14 @@ def test_sources_in_the_downloads_directory_are_the_users(tmp_path, monkeypatch)
     assert decoded(tmp_path / "out") == ["a"] and (tmp_path / "out/downloads/a.txt").exists()
 
 
+def test_rows_still_to_be_read(tmp_path):
+    """Of three sources the first is done: 3 documents and 1, one more skipped."""
+    names = [parquet(tmp_path / f"{name}.parquet", texts_of(5)) for name in "abc"]
+    done = {"skipped": {"empty": 1}, "train": {"documents": 3}, "val": {"documents": 1}}
+    count = lambda sources, limit: prepare.count_rows({"sources": sources, "shards": [done, None, None]}, SimpleNamespace(max_documents=limit))
+    assert count(names, None) == 10 and count(names, 9) == 5 and count([*names[:2], "x.jsonl"], None) is None
+
+
 def test_text_and_id_in_one_column(tmp_path, monkeypatch):
     run(monkeypatch, f"--source={parquet(tmp_path / 'a.parquet', ['a', 'b'])}", "--text_column=id", "--tokenizer=utf16",
         f"--out={tmp_path}/out", "--val_fraction=0")
@@ -871,7 +880,7 @@ def test_a_failing_write_ends_in_one_line_and_the_next_run_completes(tokenizer_p
 
 
 def test_too_little_space_is_said_before_the_work(tokenizer_path, tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare.shutil, "disk_usage", lambda path: __import__("types").SimpleNamespace(free=100))
+    monkeypatch.setattr(prepare.shutil, "disk_usage", lambda path: SimpleNamespace(free=100))
     with pytest.raises(ValueError, match="GB free, at least"):
         run(monkeypatch, f"--source={parquet(tmp_path / 'a.parquet', texts_of(50))}", f"--tokenizer={tokenizer_path}",
             f"--out={tmp_path}/out")
