@@ -300,6 +300,12 @@ def claim_run(out):
     return log
 
 
+def read_log(out):
+    """Return the whole rows of a run's log; none where there is no log."""
+    path = Path(out) / "log.jsonl"
+    return [json.loads(line) for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"}\n")] if path.exists() else []
+
+
 def cut_log(log, step):
     """Drop the open log's rows after `step` updates, and a row cut short, so that a resumed run logs each step once."""
     end = 0
@@ -521,8 +527,7 @@ def print_costs(args, config, flops, say):
     say(f"memory of each of {world_size} processes ({args.parallel}), micro_batch {args.micro_batch}, {args.dtype}, "
         f"checkpoint_activations={args.checkpoint_activations}: {sum(parts.values()) / 1e9:.2f} GB = "
         + " + ".join(f"{part} {size / 1e9:.2f}" for part, size in parts.items()) + rest)
-    log = Path(args.out) / "log.jsonl"
-    rates = [json.loads(line).get("targets_per_second", 0) for line in log.read_text().splitlines()] if log.exists() else []
+    rates = [row.get("targets_per_second", 0) for row in read_log(args.out)]
     if args.targets_per_second:
         rate, source = args.targets_per_second, "--targets_per_second"
     elif any(rates):
@@ -826,8 +831,7 @@ def run_sweep(sweeps, flags, root):
             with open(out / "console.txt", "a") as console:
                 code = subprocess.run([sys.executable, __file__, *command], stdout=console, stderr=subprocess.STDOUT).returncode
             failed, trained = failed + (code != 0), trained + 1
-        log = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()] if (out / "log.jsonl").exists() else []
-        losses = [row["val_loss"] for row in log if "val_loss" in row]
+        losses = [row["val_loss"] for row in read_log(out) if "val_loss" in row]
         left = (time.monotonic() - started) / max(trained, 1) * (len(runs) - number) / 60
         result = "skipped, finished" if done else "trained" if code == 0 else f"FAILED, see {out}/console.txt"
         print(f"{number:4}/{len(runs)}  {out.name:{width}}  held-out {losses[-1] if losses else math.nan:.4f}  {result}"

@@ -582,6 +582,12 @@ def test_dry_run_needs_no_data_and_states_every_part(forks, tmp_path):
     assert "time for 100,000,000,000 targets" in forks.output() and not (tmp_path / "run").exists()
 
 
+def test_dry_run_takes_the_rate_of_a_log_that_a_crash_cut(forks, tmp_path):
+    (tmp_path / "log.jsonl").write_text('{"step": 1, "targets_per_second": 1234.0}\n{"step": 2, "targets_per')
+    assert forks.run(["--preset=smoke", "--dry_run", f"--out={tmp_path}", "--device=cpu"]) == [0], forks.output()
+    assert f"at 1,234 targets/s (as measured in {tmp_path})" in forks.output()
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["none", "block", "selective"])
 def test_estimate_counts_what_a_real_step_allocates(kind, dtype):
