@@ -130,7 +130,8 @@ def open_checkpoint(path, device, dtype):
         lambda idx, **options: model(idx, **options)[0], model.new_cache, encode, tokenizer.decode, generate, eot_id,
         "the end-of-text token that separates documents in training", n_ids, model.config.block_size,
         {"name": str(path), "step": state["step"], "data": state["data"], "model_config": state["model_config"],
-         "weights_sha256": hash_tensors(sorted(model.state_dict().items())), "tokenizer_sha256": sha256(tokenizer_path.read_bytes())}, note)
+         "weights_sha256": hash_tensors(sorted(model.state_dict().items())),
+         "tokenizer_sha256": sha256(tokenizer_path.read_bytes())}, note)
 
 
 def open_reference(name, device, dtype):

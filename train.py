@@ -303,7 +303,8 @@ def claim_run(out):
 def read_log(out):
     """Return the whole rows of a run's log; none where there is no log."""
     path = Path(out) / "log.jsonl"
-    return [json.loads(line) for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"}\n")] if path.exists() else []
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith(b"}\n")]
 
 
 def cut_log(log, step):
