@@ -4,6 +4,7 @@
     python tests/bench/bench_train.py together M
     python tests/bench/bench_train.py alone M         each in a process of its own, launched plainly: ours sets its allocator
                                                       as train.py does, the peers do not; seconds and peak memory
+    python tests/bench/bench_train.py attention S     model.attend beside torch's own kernel, a layer forward and backward
 
 A step is forward, backward and fused AdamW at batch B x T on random tokens, BF16 autocast, no clipping. S: 6 x 384, FFN 1024,
 V 3072, 16 x 256. M: 12 x 768, FFN 2048, V 49,152, 4 x 512. The peers have a trained input table, we have fixed codes unless
@@ -26,7 +27,7 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import train  # noqa: E402
-from model import Decoder, ModelConfig  # noqa: E402
+from model import Decoder, ModelConfig, attend  # noqa: E402
 
 SIZES = {"S": dict(n_layer=6, n_embd=384, n_head=6, n_ffn=1024, vocab_size=3072, block_size=256, batch=16),
          "M": dict(n_layer=12, n_embd=768, n_head=12, n_ffn=2048, vocab_size=49_152, block_size=512, batch=4)}
@@ -151,6 +152,21 @@ def together(size, names, repeats):
     return dict(seconds=seconds, matmul_tflops=peak / 1e12, share_of_peak=shares)
 
 
+def attention(size, repeats):
+    train.tune_allocator()
+    shape = size["batch"], size["block_size"], size["n_head"], size["n_embd"] // size["n_head"]
+    q, k, v, g = (torch.randn(shape).bfloat16().transpose(1, 2).requires_grad_() for _ in range(4))
+    ways = {"torch": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True), "attend": lambda: attend(q, k, v),
+            "attend_compiled": lambda compiled=torch.compile(attend): compiled(q, k, v)}
+    seconds = {name: [] for name in ways}
+    for _ in range(repeats + 2):
+        for name, way in ways.items():
+            started = time.perf_counter()
+            torch.autograd.grad(way(), (q, k, v), g)
+            seconds[name].append(time.perf_counter() - started)
+    return {name: statistics.median(values[2:]) for name, values in seconds.items()}
+
+
 def one(size, name, repeats):
     if name.startswith("ours"):
         train.tune_allocator()
@@ -163,7 +179,7 @@ def one(size, name, repeats):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("how", choices=("together", "alone", "one"))
+    parser.add_argument("how", choices=("together", "alone", "one", "attention"))
     parser.add_argument("size", choices=SIZES)
     parser.add_argument("--models", default="llama,ours,llama_compiled,ours_compiled,gpt_compiled",
                         help=f"of {', '.join(MODELS)}, each also with _compiled (default: %(default)s)")
@@ -173,7 +189,11 @@ def main():
     if args.how == "one":
         print(json.dumps(one(size, names[0], args.repeats)))
         return
-    if args.how == "together":
+    if args.how == "attention":
+        result = attention(size, args.repeats)
+        for name, seconds in result.items():
+            print(f"{name:24} {1000 * seconds:7.1f} ms  {result['torch'] / seconds:5.2f} x torch")
+    elif args.how == "together":
         result = together(size, names, args.repeats)
         print(f"BF16 matmul peak {result['matmul_tflops']:.3f} TFLOP/s")
         for name, seconds in result["seconds"].items():
