@@ -177,11 +177,13 @@ def read_paired(first, other, tasks, metric):
 
     A mean has weights 1; bits per byte has minus the log-likelihood in bits, and the bytes.
     """
-    def pair(value):
-        return (-value[0] / math.log(2), value[1]) if metric == "bits_per_byte" else (value, 1)
-
-    both = [{(task, doc_id): pair(value) for task in tasks for docs in [scores["tasks"][task]["docs"]]
-             for doc_id, value in zip(docs["doc_id"], docs.get(metric, ())) if value is not None} for scores in (first, other)]
+    both = {}, {}
+    for rows, scores in zip(both, (first, other)):
+        for task in tasks:
+            docs = scores["tasks"][task]["docs"]
+            for doc_id, value in zip(docs["doc_id"], docs.get(metric, ())):
+                if value is not None:
+                    rows[task, doc_id] = (-value[0] / math.log(2), value[1]) if metric == "bits_per_byte" else (value, 1)
     keys = [key for key in both[0] if key in both[1]]
     return [np.array([rows[key] for key in keys], float).reshape(-1, 2) for rows in both]
 
