@@ -992,7 +992,7 @@ def import_folder(folder, out):
         weights |= load_file(file)
     if (table := weights.pop("model.embed_tokens.weight", None)) is None:
         raise FileNotFoundError(f"{folder}: no *.safetensors with model.embed_tokens.weight here")
-    weights = {"lm_head.weight": table.float(), **{name: w.float() for name, w in weights.items()}}  # unless it is tied
+    weights = {"lm_head.weight": table.float(), **{name: w.float() for name, w in weights.items()}}  # a tied one has no head
     for name in weights:
         if name.endswith(("k_proj.weight", "v_proj.weight")):  # one of them serves this many query heads in a row
             heads = weights[name].view(-1, C // config.n_head, C)
@@ -1082,7 +1082,8 @@ def parse_args():
             parser.error("nothing to score: name a CHECKPOINT or --hf=NAME")
         if args.suite and (args.tasks or args.num_fewshot is not None):
             parser.error("--suite has its own tasks and examples; leave --tasks and --num_fewshot out, or --suite")
-        if not (args.suite or args.tasks) and (args.limit, args.num_fewshot, args.data_dir, args.include_path) != (None,) * 4:
+        benchmarks_only = (args.limit, args.num_fewshot, args.data_dir, args.include_path)
+        if not (args.suite or args.tasks) and any(value is not None for value in benchmarks_only):
             parser.error("--limit, --num_fewshot, --data_dir and --include_path are for benchmarks; give --tasks or --suite too")
         if (args.suite or args.tasks) and args.data:
             parser.error("--data is for the held-out loss; the benchmarks' data is --data_dir")

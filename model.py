@@ -497,7 +497,7 @@ SHA256_MARK = b"sha256:"  # and the digest of all before it end a file; torch.lo
 
 
 def hash_tensors(named):
-    """Return the sha256 of (name, tensor) pairs: names and values."""
+    """Return the sha256, hexadecimal, of (name, tensor) pairs: the names and the tensors' bytes."""
     digest = hashlib.sha256()
     for name, tensor in named:
         digest.update(name.encode())

@@ -387,7 +387,7 @@ def start_processes(args):
     return dist.get_rank(), dist.get_world_size(), device
 
 
-def greatest(value):
+def all_reduce_max(value):
     """Return the greatest of all processes' whole numbers or truths; all take part, and each waits for the last."""
     value = torch.tensor(int(value))
     if dist.is_initialized():
@@ -878,7 +878,7 @@ def main():
         f"{torch.get_num_threads()} threads")
     step_model = parallelize(model, args, device)
     optimizer = build_optimizer(model, args.max_lr)
-    step = greatest(state.get("step", 0))  # rank 0's: the others have no state
+    step = all_reduce_max(state.get("step", 0))  # rank 0's: the others have no state
     if step:
         scatter_state(model, optimizer, state)
         say(f"resumed after update {step:,}")
@@ -942,7 +942,7 @@ def main():
         if profiler:
             profiler.step()
 
-        stop = greatest(bool(signals))
+        stop = all_reduce_max(bool(signals))
         due = step == args.steps or stop
         if due or step % args.log_every == 0 or step % args.save_every == 0:
             check_finite(bad, out)
@@ -957,7 +957,7 @@ def main():
             since, timed_steps = time.perf_counter(), 0
         if due or step % args.save_every == 0:
             failed = save()
-            if due and greatest(failed):  # nobody leaves before the file is there
+            if due and all_reduce_max(failed):  # nobody leaves before the file is there
                 return 1
             since, timed_steps = time.perf_counter(), 0
         if stop and step < args.steps:

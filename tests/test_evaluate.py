@@ -563,6 +563,8 @@ def test_score_writes_and_prints_the_protocol(make_run, tasks_dir, monkeypatch, 
     assert set(result["protocol"]) >= {"lm_eval", "max_length", "truncation", "dtype", "prefix_token_id", "prefix_token", "note", "batch_tokens", "share", "data", "limit"}
     assert result["protocol"]["max_length"] == T and result["protocol"]["dtype"] == "bfloat16" and "ln V = 6.2383" in result["protocol"]["note"]
     assert len(result["model"]["weights_sha256"]) == 64 and result["tasks"]["own_choice"]["n_docs"] == 2
+    call(monkeypatch, "score", directory, "--tasks=own_choice", "--num_fewshot=0", "--limit=2", f"--include_path={tasks_dir}", "--device=cpu")
+    assert (directory / "own_choice_0shot_limit2-00000009.json").exists()  # not in the place of the task's own number
     for said in ("lm-eval 0.4.13", "max_length 64", "bfloat16", "id 0, the end-of-text token", "ln V = 6.2383", "own_choice", "acc_norm", "truncated"):
         assert said in out
     assert not list(directory.glob(".finished*"))
@@ -610,7 +612,7 @@ def test_local_benchmarks_do_not_cut_off_the_hub(tmp_path):
     (["score", "RUN", "--limit=3"], 2, "give --tasks or --suite too"),
     (["score", "RUN", "--num_fewshot=0"], 2, "give --tasks or --suite too"),
     (["score", "RUN", "--tasks=piqa", "--data=x"], 2, "--data is for the held-out loss"),
-    (["probe", "RUN"], 1, "give --data=DIR"),
+    (["probe", "RUN"], 1, "does not say what data it was trained on"),
     (["score", "RUN", "--no_such_flag"], 2, "unrecognized arguments: --no_such_flag"),
     (["score", "RUN", "--no_share=False"], 2, "ignored explicit argument"),
     (["score", "RUN"], 1, "give --data=DIR"),

@@ -555,6 +555,14 @@ def test_sources_in_the_downloads_directory_are_the_users(tmp_path, monkeypatch)
     assert decoded(tmp_path / "out") == ["a"] and (tmp_path / "out/downloads/a.txt").exists()
 
 
+def test_only_fineweb_edus_shards_are_large(tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare.shutil, "disk_usage", lambda path: SimpleNamespace(free=100))
+    meta = {"sources": ["hf://datasets/o/d@0/f.parquet"]}
+    prepare.check_space(meta, SimpleNamespace(source=meta["sources"][0], keep_downloads=False, out=tmp_path))
+    with pytest.raises(ValueError, match="needed"):
+        prepare.check_space(meta, SimpleNamespace(source="fineweb-edu", keep_downloads=False, out=tmp_path))
+
+
 def test_rows_still_to_be_read(tmp_path):
     """Of three sources the first is done: 3 documents and 1, one more skipped."""
     names = [parquet(tmp_path / f"{name}.parquet", texts_of(5)) for name in "abc"]

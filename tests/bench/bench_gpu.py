@@ -72,7 +72,9 @@ def measure(case, dry_run, steps):
         seconds.append(time.perf_counter() - started)
     rate = B * config.block_size / statistics.median(seconds[3:])
     peak = train.peak_flops(device)
-    estimate = sum(train.estimate_memory(config, B, "bfloat16", recompute, device=device.type).values()) / 1e9 if kind != "llama" else None
+    estimate = None
+    if kind != "llama":
+        estimate = sum(train.estimate_memory(config, B, "bfloat16", recompute, device=device.type).values()) / 1e9
     return dict(targets_per_second=rate, mfu=rate * flops / peak if peak else None, peak_gb=train.peak_memory_gb(device),
                 estimated_gb=estimate, loss=loss, finite=not bad.any().item(), torch=torch.__version__,
                 device=torch.cuda.get_device_name() if device.type == "cuda" else "cpu")
