@@ -15,25 +15,20 @@ Letters in shapes: B rows, T positions, C n_embd, H heads, D head_dim = C / H, V
 Parameters carry the names of a Hugging Face Llama, so exporting renames nothing.
 """
 
-import hashlib
 import math
-import mmap
-import pickle
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
-
 from codes import CODE_SEED, FIXED, FRACTION_BITS, code_report, min_bits
+from torch.utils.checkpoint import checkpoint
+
+from kernels import LinearCrossEntropy, attend, selective_contexts
 
 INPUTS = ("learned", "tied", "lowdim", *FIXED)
 BITS = ("binary", "gf2")  # the codes that consist of bits
-ATTENTION_ROWS, ATTENTION_CONTEXT = 128, 1024  # on a CPU in BF16: queries at a time; longer rows use torch's own kernel
-LOSS_ROWS = 1024  # logits exist for so many rows at a time: 0.2 GB in float32 at the paper's vocabulary
 INIT_STD = 0.02  # every matrix and the learned table; the projections back into the residual stream are scaled down
 
 
@@ -228,27 +223,6 @@ def apply_rope(x, cos, sin):
     return torch.cat(((a * cos - b * sin).type_as(x), (b * cos + a * sin).type_as(x)), dim=-1)
 
 
-def attend(q, k, v, mask=None):
-    """Return softmax(q k^T / sqrt(D)) v from (B, H, T, D) each: causal, or as a mask (B, 1, T, keys) allows.
-
-    On a CPU torch's own kernel (2.13) is a third as fast in BF16 as the matrix products it is made of. There short causal
-    attention is those products, ATTENTION_ROWS queries at a time with the keys up to them, in about half the time. As in
-    any attention that is not fused, scores are rounded to BF16 and their softmax is kept for the backward pass.
-    """
-    B, H, T, D = q.size()
-    if mask is not None or q.device.type != "cpu" or q.dtype != torch.bfloat16 or T > ATTENTION_CONTEXT:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
-    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-    y = []
-    with torch.autocast("cpu", enabled=False):  # it would widen the softmax
-        for start in range(0, T, ATTENTION_ROWS):
-            end = min(start + ATTENTION_ROWS, T)
-            future = torch.full((end - start, end), -math.inf, dtype=q.dtype).triu(start + 1)
-            scores = torch.baddbmm(future, q[:, start:end], k[:, :end].mT, alpha=D**-0.5)  # (B H, rows, keys)
-            y.append(scores.softmax(-1) @ v[:, :end])
-    return torch.cat(y, dim=1).view(B, H, T, D)
-
-
 class Attention(nn.Module):
     def __init__(self, config):
         super().__init__()
@@ -312,46 +286,6 @@ class Block(nn.Module):
             return checkpoint(self, x, rope, use_reentrant=False, **selective)
         x = x + self.self_attn(self.input_layernorm(x), rope, cache, mask)
         return x + self.mlp(self.post_attention_layernorm(x))
-
-
-def selective_contexts():
-    """Keep what a block's matrices and attention return, C and F wide values; recompute the rest, which is cheap arithmetic."""
-    aten = torch.ops.aten
-    return create_selective_checkpoint_contexts([
-        aten.mm.default, aten.bmm.default, aten.addmm.default, aten._scaled_dot_product_flash_attention.default,
-        aten._scaled_dot_product_flash_attention_for_cpu.default, aten._scaled_dot_product_efficient_attention.default,
-        aten._scaled_dot_product_cudnn_attention.default])
-
-
-class LinearCrossEntropy(torch.autograd.Function):
-    """The mean cross-entropy of x W^T against targets, LOSS_ROWS rows of logits at a time, in float32. The gradients are
-    made beside the loss, while the rows' logits are there, so that nothing is computed twice."""
-
-    @staticmethod
-    def forward(ctx, x, weight, targets, with_gradients):
-        matrix, counted = weight.to(x.dtype), targets >= 0
-        n = counted.sum().clamp(min=1)
-        loss = torch.zeros((), dtype=torch.float64, device=x.device)  # n equal losses have exactly that mean
-        if with_gradients:
-            dx, dweight = torch.empty_like(x), torch.zeros_like(weight, dtype=torch.float32)
-        for start in range(0, len(x), LOSS_ROWS):
-            rows = slice(start, start + LOSS_ROWS)
-            h, count, t = x[rows], counted[rows, None], targets[rows, None].clamp(min=0)
-            logp = (h @ matrix.t()).float().log_softmax(-1)
-            loss -= (logp.gather(1, t) * count).sum(dtype=torch.float64)
-            if with_gradients:
-                g = logp.exp_().scatter_add_(1, t, torch.full_like(t, -1, dtype=torch.float32)).to(x.dtype)
-                dx[rows] = (g @ matrix) * count
-                dweight += g.t() @ (h * count)
-        if with_gradients:
-            ctx.save_for_backward(dx, dweight, n)
-            ctx.weight_dtype = weight.dtype
-        return (loss / n).float()
-
-    @staticmethod
-    def backward(ctx, grad):
-        dx, dweight, n = ctx.saved_tensors
-        return dx.mul_(grad / n), dweight.mul_(grad / n).to(ctx.weight_dtype), None, None
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -492,57 +426,3 @@ def pick(logits, temperature, top_k, generator):
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Checkpoints: out/RUN/step-00000250.pt, written by train.py. The number is the updates done.
-
-SHA256_MARK = b"sha256:"  # and the digest of all before it end a file; torch.load does not mind them
-
-
-def hash_tensors(named):
-    """Return the sha256, hexadecimal, of (name, tensor) pairs: the names and the tensors' bytes."""
-    digest = hashlib.sha256()
-    for name, tensor in named:
-        digest.update(name.encode())
-        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
-    return digest.hexdigest()
-
-
-def list_checkpoints(run):
-    """Return the checkpoint files of a run directory, the newest first."""
-    return sorted(Path(run).glob("step-*.pt"), reverse=True)
-
-
-def read_checkpoint(path):
-    """Return a checkpoint file's dict of tensors (on the CPU) and plain values; it holds no code (weights_only).
-
-    Raises ValueError if the file is cut, or if its contents do not have the sha256 at its end (train.save_checkpoint).
-    """
-    try:
-        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            end = len(data) - 32
-            marked = data[end - len(SHA256_MARK):end] == SHA256_MARK
-            if marked and hashlib.sha256(memoryview(data)[:end]).digest() != data[end:]:
-                raise ValueError("its sha256 differs")
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        raise
-    except (RuntimeError, ValueError, EOFError, KeyError, OSError, pickle.UnpicklingError) as error:
-        why = (str(error) or type(error).__name__).splitlines()[0]
-        raise ValueError(f"{path}: damaged checkpoint ({why}); use an older one of the same run") from None
-
-
-def load_model(path, device="cpu"):
-    """Return (model, checkpoint dict without its weights) from a checkpoint file or a run directory's newest one.
-
-    The stored codebook, A and b replace those of the seed. Raises FileNotFoundError where there is no checkpoint,
-    ValueError where the weights do not fit the configuration, naming the missing and unexpected keys.
-    """
-    if Path(path).is_dir():
-        if not (files := list_checkpoints(path)):
-            raise FileNotFoundError(f"{path}: no checkpoint (step-*.pt) in this directory; train one with train.py --out={path}")
-        path = files[0]
-    state = read_checkpoint(path)
-    model = Decoder(ModelConfig(**state["model_config"]))
-    try:
-        model.load_state_dict(state.pop("model"))
-    except RuntimeError as error:
-        raise ValueError(f"{path}: {error}") from None
-    return model.to(device).eval(), state

@@ -11,8 +11,21 @@ import numpy as np
 import pytest
 
 import codes
-from codes import (FIXED, binary_codes, code_report, codes_to_ids, distance_histogram, draw_recoding, gf2_inverse, gf2_rank, min_bits, min_distance,
-                   recode, to_bfloat16, to_fixed_point)
+from codes import (
+    FIXED,
+    binary_codes,
+    code_report,
+    codes_to_ids,
+    distance_histogram,
+    draw_recoding,
+    gf2_inverse,
+    gf2_rank,
+    min_bits,
+    min_distance,
+    recode,
+    to_bfloat16,
+    to_fixed_point,
+)
 
 ROOT = Path(__file__).parents[1]
 V = 49_152

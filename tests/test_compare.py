@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import compare
+from machinery import statistics
 
 stats = pytest.importorskip("scipy.stats")
 
@@ -49,18 +50,18 @@ def output(monkeypatch, capsys, *arguments):
 @pytest.mark.parametrize("b,c", ((0, 0), (0, 1), (1, 0), (3, 3), (2, 9), (40, 70), (700, 590), (3000, 3001)))
 def test_mcnemar_equals_the_exact_binomial_test(b, c):
     expected = stats.binomtest(b, b + c, 0.5).pvalue if b + c else 1.0
-    assert compare.mcnemar(b, c) == pytest.approx(expected, rel=1e-9)
+    assert statistics.mcnemar(b, c) == pytest.approx(expected, rel=1e-9)
 
 
 def test_mcnemar_closed_forms():
-    assert compare.mcnemar(0, 5) == 2 / 2**5 and compare.mcnemar(1, 5) == 2 * (1 + 6) / 2**6 and compare.mcnemar(4, 4) == 1.0
+    assert statistics.mcnemar(0, 5) == 2 / 2**5 and statistics.mcnemar(1, 5) == 2 * (1 + 6) / 2**6 and statistics.mcnemar(4, 4) == 1.0
 
 
 def test_holm_by_hand_and_against_scipy_s_neighbour():
-    assert compare.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
-    assert compare.holm([0.9]) == [0.9] and compare.holm([0.6, 0.7]) == [1.0, 1.0] and compare.holm([]) == []
+    assert statistics.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert statistics.holm([0.9]) == [0.9] and statistics.holm([0.6, 0.7]) == [1.0, 1.0] and statistics.holm([]) == []
     p = np.random.default_rng(0).random(9) ** 3
-    corrected = np.array(compare.holm(p))
+    corrected = np.array(statistics.holm(p))
     # Step-down: hypothesis i is rejected at level a if and only if all smaller ones are, each at a / (number left).
     for level in (0.01, 0.05, 0.2, 0.5):
         order, rejected = np.argsort(p), np.zeros(9, bool)
@@ -74,7 +75,7 @@ def test_holm_by_hand_and_against_scipy_s_neighbour():
 def test_bootstrap_equals_scipy():
     r = np.random.default_rng(1)
     difference = r.normal(0.3, 2, 150)
-    low, high, p = compare.paired_bootstrap(difference, np.ones(150), 20_000)
+    low, high, p = statistics.paired_bootstrap(difference, np.ones(150), 20_000)
     theirs = stats.bootstrap((difference,), np.mean, n_resamples=20_000, method="percentile", random_state=0).confidence_interval
     assert (low, high) == (pytest.approx(theirs.low, abs=0.02), pytest.approx(theirs.high, abs=0.02))
     # Closed form: the resampled mean is about normal around the mean, with the standard error of the population.
@@ -87,7 +88,7 @@ def test_bootstrap_of_a_ratio():
     r = np.random.default_rng(2)
     weight = r.integers(50, 500, 80).astype(float)
     difference = weight * r.normal(0.1, 0.3, 80)
-    low, high, _ = compare.paired_bootstrap(difference, weight, 20_000)
+    low, high, _ = statistics.paired_bootstrap(difference, weight, 20_000)
     ratio = difference.sum() / weight.sum()
     error = math.sqrt(((difference - ratio * weight) ** 2).sum()) / weight.sum()  # the delta method
     assert (low + high) / 2 == pytest.approx(ratio, abs=0.1 * error) and high - low == pytest.approx(2 * 1.96 * error, rel=0.05)
@@ -102,14 +103,14 @@ def test_interval_covers_nearly_as_often_as_it_says(kind):
             difference, true = r.choice([-1.0, 0.0, 1.0], 200, p=[0.1, 0.75, 0.15]), 0.05
         else:
             difference, true = r.standard_t(5, 200) + 0.2, 0.2
-        low, high, _ = compare.paired_bootstrap(difference, np.ones(200), 500, seed=i)
+        low, high, _ = statistics.paired_bootstrap(difference, np.ones(200), 500, seed=i)
         covered += low <= true <= high
     assert 0.91 <= covered / 400 <= 0.98
 
 
 def test_p_values_are_uniform_where_there_is_no_difference():
     r = np.random.default_rng(4)
-    p = [compare.paired_bootstrap(r.normal(0, 1, 100), np.ones(100), 400, seed=i)[2] for i in range(300)]
+    p = [statistics.paired_bootstrap(r.normal(0, 1, 100), np.ones(100), 400, seed=i)[2] for i in range(300)]
     assert 0.02 < np.mean(np.array(p) < 0.05) < 0.09 and 0.4 < np.mean(p) < 0.6
 
 

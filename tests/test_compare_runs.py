@@ -9,11 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from scipy import stats
+from test_train import TINY
 
 import compare
 import evaluate
 import train
-from test_train import TINY
+from machinery import figures, statistics
 
 ROOT = Path(__file__).parents[1]
 V, K = 3072, 12
@@ -74,18 +75,18 @@ def command(*arguments):
 @pytest.mark.parametrize("n", [2, 3, 10])
 def test_student_interval_is_scipys(n):
     values = np.random.default_rng(n).normal(3, 1, n)
-    mean, half = compare.student_interval(values)
+    mean, half = statistics.student_interval(values)
     assert (mean - half, mean + half) == pytest.approx(stats.t.interval(0.95, n - 1, values.mean(), stats.sem(values)))
 
 
 def test_student_interval_of_three_by_hand():
-    mean, half = compare.student_interval([1.0, 2.0, 3.0])  # s = 1, t(0.975, 2) = 4.302653
+    mean, half = statistics.student_interval([1.0, 2.0, 3.0])  # s = 1, t(0.975, 2) = 4.302653
     assert (mean, half) == pytest.approx((2.0, 4.302653 / math.sqrt(3)), abs=1e-6)
-    assert compare.student_interval([5.0]) == (5.0, None)
+    assert statistics.student_interval([5.0]) == (5.0, None)
 
 
 def interval(difference, weight=None, resamples=10_000):
-    return compare.paired_bootstrap(np.array(difference, float), np.ones(len(difference)) if weight is None else np.array(weight, float), resamples)[:2]
+    return statistics.paired_bootstrap(np.array(difference, float), np.ones(len(difference)) if weight is None else np.array(weight, float), resamples)[:2]
 
 
 def test_bootstrap_of_a_mean_is_scipys():
@@ -121,7 +122,7 @@ def test_coverage_of_both_intervals_is_near_nominal():
         low, high = interval(weights * (0.1 + rng.standard_t(5, 80)), weights, 600)
         covered += low <= 0.1 <= high
     assert 0.915 <= covered / n <= 0.975  # 0.95, less what a percentile interval of 80 units loses
-    covered = sum(abs(mean - 1) <= half for mean, half in (compare.student_interval(rng.normal(1, 2, 3)) for _ in range(4000)))
+    covered = sum(abs(mean - 1) <= half for mean, half in (statistics.student_interval(rng.normal(1, 2, 3)) for _ in range(4000)))
     assert 0.94 <= covered / 4000 <= 0.96
 
 
@@ -239,7 +240,7 @@ def test_one_seed_has_no_seed_interval(six_runs):
 def test_every_line_can_be_told_apart():
     names = "learned tied binary binary_pm1 binary_matched gf2_1 gf2_2 gf2_3 lowdim random sinusoid".split()
     groups = [{"name": name, "label": name.replace("_", " ")} for name in names]
-    styles = compare.line_styles(groups)
+    styles = figures.line_styles(groups)
     assert len({(s["color"], s["linestyle"]) for s in styles.values()}) == len(names) and styles["learned"]["color"] == "#000000"
     assert len({styles[name]["color"] for name in ("gf2_1", "gf2_2", "gf2_3")}) == 1
 

@@ -19,13 +19,17 @@ import torch.nn.functional as F
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-import evaluate
-from evaluate import Candidate, HarnessLM
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-from model import Decoder, ModelConfig, load_model
-from prepare import UTF16_JSON, load_tokenizer, train_tokenizer
+
+import evaluate
+from machinery import harness, huggingface, scorer
+from machinery.checkpoints import load_model
+from machinery.harness import HarnessLM
+from machinery.scorer import Candidate
+from machinery.tokenizer import UTF16_JSON, load_tokenizer, train_tokenizer
+from model import Decoder, ModelConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared"
@@ -150,7 +154,7 @@ def test_of_equal_logits_the_first_is_the_greedy_one():
 @pytest.mark.parametrize("row", (10, 50, 512))
 def test_scores_do_not_depend_on_the_batch(binary, batch_tokens, share, row, monkeypatch):
     """Neither on the rows that sequences are packed in, nor on whether a prefix is in the row or its keys and values are."""
-    monkeypatch.setattr(evaluate, "ROW", row)
+    monkeypatch.setattr(scorer, "ROW", row)
     pairs = random_pairs(1) + arrays([(np.arange(n), [7, 8]) for n in range(3, 300, 16)])
     assert_close(HarnessLM(binary, batch_tokens=batch_tokens, share=share).score(pairs), HarnessLM(binary, share=False, batch_tokens=T).score(pairs))
 
@@ -184,7 +188,7 @@ def test_sharing_saves_the_tokens_it_should(binary):
 def test_many_short_rows_that_share_one_token(binary):
     """Their group is too long for a row, and less its last token its prefix is empty."""
     pairs = arrays([([3], [i, i + 1, 7]) for i in range(300)])
-    assert evaluate.share_prefixes([np.concatenate(pair)[:-1] for pair in pairs], [1] * 300) == [(1, 0, 300)]
+    assert scorer.share_prefixes([np.concatenate(pair)[:-1] for pair in pairs], [1] * 300) == [(1, 0, 300)]
     assert_close(HarnessLM(binary).score(pairs), HarnessLM(binary, share=False).score(pairs))
 
 
@@ -212,7 +216,7 @@ def test_cost_is_linear_in_the_requests(binary):
 def saving(rows, length):
     """Return what rows that share a prefix of this length save, less the cost of sharing."""
     again = (len(rows) - 1) * length
-    return again - (sum(map(len, rows)) - again) / evaluate.SHARING_COST
+    return again - (sum(map(len, rows)) - again) / scorer.SHARING_COST
 
 
 def most_saved(rows, limits):
@@ -227,17 +231,17 @@ def most_saved(rows, limits):
 
 def test_share_prefixes_example_and_optimum(monkeypatch):
     rows = [np.frombuffer(text.encode(), np.uint8).astype(np.int32) for text in ("abcd", "abcef", "abcg", "xy")]
-    monkeypatch.setattr(evaluate, "SHARING_COST", math.inf)
-    assert evaluate.share_prefixes(rows, [len(row) for row in rows]) == [(3, 0, 3), (0, 3, 4)]
-    assert evaluate.share_prefixes([], []) == []
+    monkeypatch.setattr(scorer, "SHARING_COST", math.inf)
+    assert scorer.share_prefixes(rows, [len(row) for row in rows]) == [(3, 0, 3), (0, 3, 4)]
+    assert scorer.share_prefixes([], []) == []
     for cost in (math.inf, 32, 8, 2):
-        monkeypatch.setattr(evaluate, "SHARING_COST", cost)
+        monkeypatch.setattr(scorer, "SHARING_COST", cost)
         for seed in range(40):
             r = np.random.default_rng(seed)
             drawn = {tuple(np.repeat(r.integers(0, 2, 5), r.integers(1, 5, 5)).tolist()) for _ in range(8)}
             rows = [np.array(row, np.int32) for row in sorted(drawn)]
             limits = [len(row) - 1 for row in rows]
-            groups = evaluate.share_prefixes(rows, limits)
+            groups = scorer.share_prefixes(rows, limits)
             assert [start for _, start, _ in groups] + [len(rows)] == [0] + [end for _, _, end in groups]
             for length, start, end in groups:
                 assert all(row[:length].tolist() == rows[start][:length].tolist() and length <= limit
@@ -248,13 +252,13 @@ def test_share_prefixes_example_and_optimum(monkeypatch):
 
 def test_many_nested_prefixes_need_no_recursion():
     rows = [np.zeros(n, np.int32) for n in range(1, 3000)]
-    groups = evaluate.share_prefixes(rows, [len(row) for row in rows])
+    groups = scorer.share_prefixes(rows, [len(row) for row in rows])
     assert groups[-1][2] == len(rows)
 
 
 @pytest.mark.parametrize("row", (10, T))
 def test_memory_trouble_halves_the_batch(binary, capsys, row, monkeypatch):
-    monkeypatch.setattr(evaluate, "ROW", row)
+    monkeypatch.setattr(scorer, "ROW", row)
 
     def forward(idx, cache=None, **options):
         if idx.numel() > 100:
@@ -403,7 +407,7 @@ def test_token_ids_equal_the_reference(name):
     max_length = 1024 if name.endswith("1024") else 2048
     lm = HarnessLM(stub(uniform, lambda texts, special: [e.ids for e in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]),
                    max_length=max_length)
-    loaded = evaluate.load_tasks([reference["task"]], reference["num_fewshot"], SHARED / "eval" / "data")
+    loaded = harness.load_tasks([reference["task"]], reference["num_fewshot"], SHARED / "eval" / "data")
     digest, n = hashlib.sha256(), 0
     for task in loaded["tasks"].values():
         with contextlib.redirect_stderr(io.StringIO()):
@@ -425,11 +429,11 @@ def test_truncated_requests_of_mmlu_are_counted():
     """The compact set, one question a subject: 8 of 228 five-shot requests are over 2048, 24 over 1024."""
     tokenizer = load_tokenizer(SHARED / "smollm2" / "tokenizer.json")
     encode = lambda texts, special: [e.ids for e in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]  # noqa: E731
-    loaded = evaluate.load_tasks(["mmlu"], 5, SHARED / "eval" / "data")
+    loaded = harness.load_tasks(["mmlu"], 5, SHARED / "eval" / "data")
     for max_length, expected in ((2048, 8), (1024, 24)):
         lm = HarnessLM(stub(uniform, encode), max_length=max_length)
         lm.score = lambda pairs: [(-1.0, False)] * len(pairs)
-        tasks, groups = evaluate.run_tasks(lm, loaded, limit=1)
+        tasks, groups = harness.run_tasks(lm, loaded, limit=1)
         assert sum(task["n_truncated"] for task in tasks.values()) == expected and len(groups["mmlu"]["tasks"]) == 57
     assert {task["num_fewshot"] for task in tasks.values()} == {5} and list(groups) == ["mmlu"]
 
@@ -461,7 +465,7 @@ def tasks_dir(tmp_path_factory):
 def own_tasks(tasks_dir):
     """load_tasks without the harness's own 14,000 files."""
     def load(*names, num_fewshot=None):
-        return evaluate.load_tasks(list(names), num_fewshot, include_path=tasks_dir)
+        return harness.load_tasks(list(names), num_fewshot, include_path=tasks_dir)
     return load
 
 
@@ -479,8 +483,8 @@ def test_metrics_are_the_harness_s_own(binary, own_tasks):
         def score(self, pairs):
             return [HarnessLM.score(HarnessLM(binary, share=False), [pair])[0] for pair in pairs]
     names = ("own_choice", "own_word", "own_page")
-    tasks, _ = evaluate.run_tasks(HarnessLM(binary), own_tasks(*names))
-    results = lm_eval.simple_evaluate(OneByOne(binary), tasks=list(own_tasks(*names)["tasks"].values()), bootstrap_iters=evaluate.BOOTSTRAP_ITERS, task_manager=no_tasks())["results"]
+    tasks, _ = harness.run_tasks(HarnessLM(binary), own_tasks(*names))
+    results = lm_eval.simple_evaluate(OneByOne(binary), tasks=list(own_tasks(*names)["tasks"].values()), bootstrap_iters=harness.BOOTSTRAP_ITERS, task_manager=no_tasks())["results"]
     for name in names:
         for metric, value in tasks[name]["metrics"].items():
             theirs = results[name][f"{metric},none"]
@@ -499,7 +503,7 @@ def test_acc_norm_counts_characters(own_tasks):
     lm = HarnessLM(stub(uniform))
     lm.loglikelihood = lambda requests, **_: [(lm.note(r, r.args, (np.zeros(1), np.zeros(1))), ({" naïve café": -11.0, " plain cafe": -10.5}.get(r.args[1], -99.0), False))[1]
                                               for r in requests]
-    tasks, _ = evaluate.run_tasks(lm, own_tasks("own_choice"))
+    tasks, _ = harness.run_tasks(lm, own_tasks("own_choice"))
     assert tasks["own_choice"]["docs"]["acc_norm"] == [1.0 if i % 3 == 1 else 0.0 for i in range(8)]
 
 
@@ -516,7 +520,7 @@ def test_harness_caches_work(binary, own_tasks, tmp_path, monkeypatch):
 
 def test_more_shots_than_examples(binary, own_tasks):
     """EV-18: a clear message, or fewer shots that are said; --limit does not cut the examples."""
-    tasks, _ = evaluate.run_tasks(HarnessLM(binary), own_tasks("own_choice", num_fewshot=2), limit=1)
+    tasks, _ = harness.run_tasks(HarnessLM(binary), own_tasks("own_choice", num_fewshot=2), limit=1)
     assert tasks["own_choice"]["num_fewshot"] == 2
     with pytest.raises(ValueError, match="own_choice: 5 examples are asked for, but it has 2; give --num_fewshot=2"):
         own_tasks("own_choice", num_fewshot=5)
@@ -524,7 +528,7 @@ def test_more_shots_than_examples(binary, own_tasks):
 
 def test_generation_is_greedy_and_stops(binary, own_tasks):
     lm = HarnessLM(binary)
-    tasks, _ = evaluate.run_tasks(lm, own_tasks("own_text"))
+    tasks, _ = harness.run_tasks(lm, own_tasks("own_text"))
     texts = [response[0] if isinstance(response, list) else response for response in tasks["own_text"]["docs"]["responses"]]
     prompt = binary.encode(["What is 0 and 0?"], True)[0]
     ids = []
@@ -535,7 +539,7 @@ def test_generation_is_greedy_and_stops(binary, own_tasks):
     assert tasks["own_text"]["n_truncated"] == 0
     # What a prompt loses is counted with the room that its continuation needs: 6 tokens.
     shorter = HarnessLM(binary, max_length=len(prompt) + 5)
-    tasks, _ = evaluate.run_tasks(shorter, own_tasks("own_text"), limit=1)
+    tasks, _ = harness.run_tasks(shorter, own_tasks("own_text"), limit=1)
     assert tasks["own_text"]["n_truncated"] == 1
 
 
@@ -596,7 +600,7 @@ def test_missing_data_is_one_line(make_run, tmp_path):
 
 def test_local_benchmarks_do_not_cut_off_the_hub(tmp_path):
     """With --data_dir a data set is there or missing, at once; a --hf model that is scored next is still fetched."""
-    code = (f"import evaluate\ntry:\n    evaluate.load_tasks(['piqa'], data_dir={str(tmp_path)!r})\n"
+    code = (f"import evaluate\ntry:\n    harness.load_tasks(['piqa'], data_dir={str(tmp_path)!r})\n"
             "except FileNotFoundError as error:\n    print(error)\n"
             "import huggingface_hub\nprint('hub offline:', huggingface_hub.constants.HF_HUB_OFFLINE)")
     environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_ENDPOINT": "http://127.0.0.1:9"}
@@ -647,13 +651,13 @@ def test_utf16_ids(make_run, tmp_path, monkeypatch, capsys):
     call(monkeypatch, "sample", directory, "--prompt", "aé🙂", "--max_new_tokens=3", "--device=cpu")
     assert capsys.readouterr().out.startswith("aé🙂")
     with pytest.raises(ValueError, match="UTF-16 code units"):
-        evaluate.export_checkpoint(directory, tmp_path / "hf")
+        huggingface.export_checkpoint(directory, tmp_path / "hf")
 
 
 def test_reference_without_transformers(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ValueError, match="pip install transformers"):
-        evaluate.open_reference("x", "cpu", "float32")
+        huggingface.open_reference("x", "cpu", "float32")
 
 
 def test_tokenizer_larger_than_the_model_is_refused(make_run):
@@ -755,8 +759,8 @@ def test_positions_mask_and_select_change_nothing_by_themselves(make_run):
                                           ("random", {}), ("sinusoid", {"lift": "interleave"})))
 def test_export_and_import_give_the_checkpoint_back(make_run, tmp_path, input, fields):
     directory = make_run(input, **fields)
-    evaluate.export_checkpoint(directory, tmp_path / "hf")
-    path = evaluate.import_folder(tmp_path / "hf", tmp_path / "run")
+    huggingface.export_checkpoint(directory, tmp_path / "hf")
+    path = huggingface.import_folder(tmp_path / "hf", tmp_path / "run")
     (model, state), (back, restored) = load_model(directory), load_model(path)
     assert back.config == model.config and restored["step"] == 7 and restored["eot_id"] == 0
     assert all(torch.equal(value, back.state_dict()[name]) for name, value in model.state_dict().items())
@@ -766,12 +770,12 @@ def test_export_and_import_give_the_checkpoint_back(make_run, tmp_path, input, f
     if input == "gf2":
         assert config["nanobit"]["matrix"] == model.model.embed_tokens.matrix.tolist() and config["nanobit"]["lift"] == "tile"
     with pytest.raises(FileExistsError):
-        evaluate.import_folder(tmp_path / "hf", tmp_path / "run")
+        huggingface.import_folder(tmp_path / "hf", tmp_path / "run")
 
 
 def test_exported_input_matrix_is_the_tiled_codebook(make_run, tmp_path):
     from safetensors.torch import load_file
-    evaluate.export_checkpoint(make_run("gf2"), tmp_path / "hf", "bfloat16")
+    huggingface.export_checkpoint(make_run("gf2"), tmp_path / "hf", "bfloat16")
     weight = load_file(tmp_path / "hf" / "model.safetensors")["model.embed_tokens.weight"]
     codebook = load_model(make_run("gf2"))[0].model.embed_tokens.codebook
     assert weight.dtype == torch.bfloat16 and weight.shape == (512, 36)
@@ -781,12 +785,12 @@ def test_exported_input_matrix_is_the_tiled_codebook(make_run, tmp_path):
 @pytest.mark.parametrize("input", ("binary", "gf2"))
 def test_import_refuses_a_matrix_that_is_not_the_code(make_run, tmp_path, input):
     from safetensors.torch import load_file, save_file
-    evaluate.export_checkpoint(make_run(input), tmp_path / "hf")
+    huggingface.export_checkpoint(make_run(input), tmp_path / "hf")
     weights = load_file(tmp_path / "hf" / "model.safetensors")
     weights["model.embed_tokens.weight"][3, 5] += 1e-3
     save_file(weights, tmp_path / "hf" / "model.safetensors")
     with pytest.raises(ValueError, match=f"is not the {input} code"):
-        evaluate.import_folder(tmp_path / "hf", tmp_path / "run")
+        huggingface.import_folder(tmp_path / "hf", tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
@@ -794,11 +798,11 @@ def test_import_refuses_a_matrix_that_is_not_the_code(make_run, tmp_path, input)
                                          ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "rope_type llama3"), ({"num_hidden_layers": 3}, "Missing key"),
                                          ({"head_dim": 64}, "head_dim 64 .expected 18")))
 def test_import_refuses_what_the_decoder_is_not(make_run, tmp_path, change, said):
-    evaluate.export_checkpoint(make_run("learned"), tmp_path / "hf")
+    huggingface.export_checkpoint(make_run("learned"), tmp_path / "hf")
     path = tmp_path / "hf" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(ValueError, match=said):
-        evaluate.import_folder(tmp_path / "hf", tmp_path / "run")
+        huggingface.import_folder(tmp_path / "hf", tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
@@ -811,7 +815,7 @@ def transformers():
 
 @pytest.mark.parametrize("input", ("learned", "binary", "gf2"))
 def test_exported_folder_loads_in_transformers(make_run, tmp_path, transformers, input):
-    evaluate.export_checkpoint(make_run(input), tmp_path / "hf")
+    huggingface.export_checkpoint(make_run(input), tmp_path / "hf")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     ours, _ = load_model(make_run(input))
     ids = torch.randint(0, 512, (2, T), generator=torch.Generator().manual_seed(2))
@@ -827,10 +831,10 @@ def test_scores_through_the_harness_s_backend_equal_ours(make_run, tmp_path, tra
     pytest.importorskip("accelerate", reason="the hf backend needs accelerate")
     from lm_eval.models.huggingface import HFLM
     directory = make_run("gf2")
-    evaluate.export_checkpoint(directory, tmp_path / "hf")
+    huggingface.export_checkpoint(directory, tmp_path / "hf")
     hf = HFLM(pretrained=str(tmp_path / "hf"), device="cpu", dtype="float32", batch_size=3, max_length=T)
     lms = [HarnessLM(evaluate.open_checkpoint(directory, "cpu", "float32")),
-           *(HarnessLM(evaluate.open_reference(str(tmp_path / "hf"), "cpu", "float32"), share=share) for share in (True, False))]
+           *(HarnessLM(huggingface.open_reference(str(tmp_path / "hf"), "cpu", "float32"), share=share) for share in (True, False))]
     pairs = [*PAIRS, ("", "Hello there"), ("word " * 80, "and more"), ("The quick brown fox", " jumps"), ("The quick brown fox", " jumps over")]
     requests = [request(*pair) for pair in pairs]
     expected = hf.loglikelihood(requests, disable_tqdm=True)
@@ -849,11 +853,11 @@ def test_scores_through_the_harness_s_backend_equal_ours(make_run, tmp_path, tra
 def test_a_tokenizer_s_bos_is_kept_for_references(make_run, tmp_path, transformers):
     """EV-19: a reference model gets what its own tokenizer adds in front, ours gets nothing; an empty context gets the prefix once."""
     from tokenizers.processors import TemplateProcessing
-    evaluate.export_checkpoint(make_run("learned"), tmp_path / "hf")
+    huggingface.export_checkpoint(make_run("learned"), tmp_path / "hf")
     tokenizer = load_tokenizer(tmp_path / "hf" / "tokenizer.json")
     tokenizer.post_processor = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
     tokenizer.save(str(tmp_path / "hf" / "tokenizer.json"))
-    ours, theirs = (HarnessLM(c) for c in (evaluate.open_checkpoint(make_run("learned"), "cpu", "float32"), evaluate.open_reference(str(tmp_path / "hf"), "cpu", "float32")))
+    ours, theirs = (HarnessLM(c) for c in (evaluate.open_checkpoint(make_run("learned"), "cpu", "float32"), huggingface.open_reference(str(tmp_path / "hf"), "cpu", "float32")))
     for lm, front in ((ours, []), (theirs, [0])):
         (context, continuation), (empty, first) = lm.encode_pairs([("The quick", " brown"), ("", "The")])
         assert context.tolist()[:3] == (front + ours.encode_pairs([("The quick", " brown")])[0][0].tolist())[:3] and 0 not in continuation
@@ -869,7 +873,7 @@ def test_import_of_a_llama_with_shared_heads(tokenizer_file, tmp_path, transform
     theirs = transformers.LlamaForCausalLM(config).eval()
     theirs.save_pretrained(tmp_path / "hf")
     (tmp_path / "hf" / "tokenizer.json").write_bytes(tokenizer_file.read_bytes())
-    ours, state = load_model(evaluate.import_folder(tmp_path / "hf", tmp_path / "run"))
+    ours, state = load_model(huggingface.import_folder(tmp_path / "hf", tmp_path / "run"))
     assert ours.config.input == "learned" and ours.config.norm_eps == 1e-3 and ours.config.rope_theta == 500
     ids = torch.randint(0, 320, (2, T), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
@@ -885,12 +889,12 @@ REAL = os.environ.get("REFERENCE_MODEL")  # the folder that ../shared/eval/make_
 def test_real_weights_equal_the_reference(tmp_path, kind, request):
     """Real SmolLM2-135M-Instruct weights against what the harness's own backend gave: 20 documents of two tasks."""
     if kind == "imported":
-        candidate = evaluate.open_checkpoint(evaluate.import_folder(REAL, tmp_path), "cpu", "float32")
+        candidate = evaluate.open_checkpoint(huggingface.import_folder(REAL, tmp_path), "cpu", "float32")
     else:
         request.getfixturevalue("transformers")
-        candidate = evaluate.open_reference(REAL, "cpu", "float32")
+        candidate = huggingface.open_reference(REAL, "cpu", "float32")
     reference = json.loads((SHARED / "eval" / "reference_smollm2_135m_instruct.json").read_text())["tasks"]
-    tasks, _ = evaluate.run_tasks(HarnessLM(candidate), evaluate.load_tasks(["winogrande", "commonsense_qa"], 0, SHARED / "eval" / "data"), limit=20)
+    tasks, _ = harness.run_tasks(HarnessLM(candidate), harness.load_tasks(["winogrande", "commonsense_qa"], 0, SHARED / "eval" / "data"), limit=20)
     for name, task in tasks.items():
         expected = [row[4] for row in reference[name]["docs"][name][:20]]
         np.testing.assert_allclose(np.array(task["docs"]["responses"], float), np.array(expected, float), atol=1e-3)

@@ -9,8 +9,19 @@ import torch
 import torch.nn.functional as F
 
 from codes import FIXED, binary_codes, draw_recoding, recode
-from model import (INPUTS, Decoder, FixedCodes, ModelConfig, RMSNorm, apply_rope, attend, list_checkpoints, load_model, pick, read_checkpoint,
-                   rope_tables)
+from kernels import attend
+from machinery.checkpoints import load_model, read_checkpoint
+from machinery.runs import list_checkpoints
+from model import (
+    INPUTS,
+    Decoder,
+    FixedCodes,
+    ModelConfig,
+    RMSNorm,
+    apply_rope,
+    pick,
+    rope_tables,
+)
 
 TINY = dict(vocab_size=100, block_size=32, n_layer=2, n_head=2, n_embd=28, n_ffn=40)  # K = 7
 

@@ -29,6 +29,9 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 import prepare
+from machinery import shards as shard_format
+from machinery import sources
+from machinery import tokenizer as tokenizing
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared"
@@ -45,7 +48,7 @@ WORDS = "the of and a to in is you that it he was for on are as with his they I 
 def tokenizer_path(tmp_path_factory):
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
     text = (ROOT / "prepare.py").read_text()
-    path.write_text(prepare.train_tokenizer([text, "0 1 2 the end\r\n\t "], 600).to_str())
+    path.write_text(tokenizing.train_tokenizer([text, "0 1 2 the end\r\n\t "], 600).to_str())
     return str(path)
 
 
@@ -91,8 +94,8 @@ def contents(out):
 
 def documents(out, split="train"):
     """The documents of a prepared directory as lists of ids, without the end of text."""
-    eot_id, found = prepare.read_meta(out)["tokenizer"]["eot_id"], []
-    for shard in prepare.open_shards(out, split):
+    eot_id, found = shard_format.read_meta(out)["tokenizer"]["eot_id"], []
+    for shard in shard_format.open_shards(out, split):
         tokens, starts = shard.map()
         for start, end in zip(starts[:-1], starts[1:]):
             assert tokens[end - 1] == eot_id
@@ -101,7 +104,7 @@ def documents(out, split="train"):
 
 
 def decoded(out, split="train"):
-    tokenizer = prepare.load_tokenizer(Path(out) / "tokenizer.json")
+    tokenizer = tokenizing.load_tokenizer(Path(out) / "tokenizer.json")
     return [tokenizer.decode(ids, skip_special_tokens=False) for ids in documents(out, split)]
 
 
@@ -229,16 +232,16 @@ def random_texts(n, seed):
 
 def fast_encoders(tokenizer):
     """Yield the encoders by the fast engines: splintr where it is installed, and tiktoken."""
-    if prepare.FAST == "splintr":
-        yield prepare.make_encoder(tokenizer, prepare.find_twin(tokenizer))
+    if tokenizing.FAST == "splintr":
+        yield tokenizing.make_encoder(tokenizer, tokenizing.find_twin(tokenizer))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepare, "FAST", "tiktoken")
-        yield prepare.make_encoder(tokenizer, prepare.find_twin(tokenizer))
+        patch.setattr(tokenizing, "FAST", "tiktoken")
+        yield tokenizing.make_encoder(tokenizer, tokenizing.find_twin(tokenizer))
 
 
 def assert_same_ids(path, texts):
     """Assert that there is a fast path and that it gives what tokenizers gives; return how many ids there were."""
-    tokenizer = prepare.load_tokenizer(path)
+    tokenizer = tokenizing.load_tokenizer(path)
     encodings = tokenizer.encode_batch(texts, add_special_tokens=False)
     for fast in fast_encoders(tokenizer):
         for text, encoding in zip(texts, encodings):
@@ -261,7 +264,7 @@ def test_ids_equal_tokenizers_on_every_code_point():
 
 @needs_shared
 def test_ids_equal_tokenizers_on_joins_of_vocabulary_words():
-    tokenizer, draw = prepare.load_tokenizer(SMOLLM2), random.Random(2)
+    tokenizer, draw = tokenizing.load_tokenizer(SMOLLM2), random.Random(2)
     words = [tokenizer.decode([i]) for i in range(17, 49_152)]
     assert_same_ids(SMOLLM2, ["".join(draw.choices(words, k=2)) for _ in range(20_000)])
 
@@ -292,7 +295,7 @@ def test_what_the_fast_engines_cannot_do_is_left_to_tokenizers(change, reason, t
     path = tmp_path / "tokenizer.json"
     path.write_text(tokenizer.to_str())
     with pytest.raises(ValueError, match=reason):
-        prepare.find_twin(prepare.load_tokenizer(path))
+        tokenizing.find_twin(tokenizing.load_tokenizer(path))
     texts = ["e\u0301 a zebra's day", "plain  text"]
     prepared_from(texts, tokenizer=path)
     assert documents(tmp_path / "out") == [tokenizer.encode(text).ids for text in texts]
@@ -300,12 +303,12 @@ def test_what_the_fast_engines_cannot_do_is_left_to_tokenizers(change, reason, t
 
 def bpe(merges, extra=()):
     """A byte-level BPE over a small alphabet, its ids in the order: end of text, letters, extra tokens, merges."""
-    vocab = {token: i for i, token in enumerate([prepare.EOT, *"abcd", *extra])}
+    vocab = {token: i for i, token in enumerate([tokenizing.EOT, *"abcd", *extra])}
     for a, b in merges:
         vocab.setdefault(a + b, len(vocab))
     tokenizer = Tokenizer(models.BPE(vocab, merges))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    tokenizer.add_special_tokens([prepare.EOT])
+    tokenizer.add_special_tokens([tokenizing.EOT])
     return tokenizer
 
 
@@ -316,7 +319,7 @@ def bpe(merges, extra=()):
 ])
 def test_vocabularies_on_which_the_fast_engines_would_differ_are_refused(tokenizer, text, reason):
     with pytest.raises(ValueError, match=reason):
-        prepare.find_twin(tokenizer)
+        tokenizing.find_twin(tokenizer)
 
 
 def test_bytes_without_a_token_are_dropped_as_tokenizers_drops_them():
@@ -353,7 +356,7 @@ def test_special_spellings_are_ordinary_text(tmp_path, prepared_from):
     text = "The marker <|endoftext|> ends a page."
     prepared_from([text] * 3)
     assert decoded(tmp_path / "out") == [text] * 3
-    tokens = np.concatenate([shard.map()[0] for shard in prepare.open_shards(tmp_path / "out", "train")])
+    tokens = np.concatenate([shard.map()[0] for shard in shard_format.open_shards(tmp_path / "out", "train")])
     assert (tokens == 0).sum() == 3, "as many ends of text as documents"
 
 
@@ -361,13 +364,13 @@ def test_decoding_gives_the_text_back(tokenizer_path, tmp_path, prepared_from):
     texts = [text for text in HARD if text]
     prepared_from(texts)
     assert decoded(tmp_path / "out") == texts
-    sizes = prepare.token_bytes(prepare.load_tokenizer(tokenizer_path))
+    sizes = tokenizing.token_bytes(tokenizing.load_tokenizer(tokenizer_path))
     assert [int(sizes[ids].sum()) for ids in documents(tmp_path / "out")] == [len(text.encode()) for text in texts]
 
 
 def test_a_vocabulary_over_uint16_is_refused_before_writing(tmp_path):
-    tokenizer = Tokenizer(models.WordLevel({prepare.EOT: 0} | {f"w{i}": i for i in range(1, 70_000)},
-                                           unk_token=prepare.EOT))
+    tokenizer = Tokenizer(models.WordLevel({tokenizing.EOT: 0} | {f"w{i}": i for i in range(1, 70_000)},
+                                           unk_token=tokenizing.EOT))
     path = tmp_path / "tokenizer.json"
     path.write_text(tokenizer.to_str())
     assert one_line(command(f"--source={parquet(tmp_path / 'a.parquet', ['w66000'])}", f"--tokenizer={path}",
@@ -382,10 +385,10 @@ def test_vocab_size_counts_added_tokens(tokenizer_path, tmp_path, prepared_from)
     path = tmp_path / "tokenizer.json"
     path.write_text(tokenizer.to_str())
     prepared_from(['a xerus'], tokenizer=path)
-    vocab_size = prepare.read_meta(tmp_path / "out")["tokenizer"]["vocab_size"]
+    vocab_size = shard_format.read_meta(tmp_path / "out")["tokenizer"]["vocab_size"]
     assert vocab_size == Tokenizer.from_file(tokenizer_path).get_vocab_size() + 3
     assert documents(tmp_path / "out")[0][-1] == vocab_size - 1
-    sizes = prepare.token_bytes(prepare.load_tokenizer(path))
+    sizes = tokenizing.token_bytes(tokenizing.load_tokenizer(path))
     assert len(sizes) == vocab_size and sizes[-1] == len("xerus") and sizes[0] == 0
 
 
@@ -417,11 +420,11 @@ def test_utf16_is_lossless(tmp_path, prepared_from):
     texts = [text for text in texts if "\uffff" not in text]
     prepared_from(texts + ['a' + chr(0xffff)], tokenizer="utf16")
     assert decoded(tmp_path / "out") == texts
-    meta = prepare.read_meta(tmp_path / "out")
+    meta = shard_format.read_meta(tmp_path / "out")
     assert meta["tokenizer"]["vocab_size"] == 65_536 and meta["tokenizer"]["eot_id"] == 0xFFFF
     assert meta["shards"][0]["skipped"] == {"holds the end of text": 1}
-    tokenizer = prepare.load_tokenizer(tmp_path / "out" / "tokenizer.json")
-    sizes = prepare.token_bytes(tokenizer)
+    tokenizer = tokenizing.load_tokenizer(tmp_path / "out" / "tokenizer.json")
+    sizes = tokenizing.token_bytes(tokenizer)
     assert [int(sizes[ids].sum()) for ids in documents(tmp_path / "out")] == [len(text.encode()) for text in texts]
     assert tokenizer.encode("aé🙂", add_special_tokens=False).ids == [0x61, 0xE9, 0xD83D, 0xDE42]
     assert tokenizer.decode([0x61, 0xFFFF, 0xD83D],
@@ -435,7 +438,7 @@ def test_utf16_is_lossless(tmp_path, prepared_from):
 def test_stdlib_in_two_processes_gives_the_same_bytes(tmp_path):
     """Part of the library, for speed; everything else as the first command of a newcomer does it."""
     (tmp_path / "part.py").write_text(
-        "import itertools, prepare\nread = prepare.read_stdlib\n"
+        "import itertools, prepare\nread = sources.read_stdlib\n"
         "prepare.read_stdlib = lambda *unused: itertools.islice(read(*unused), 0, None, 8)\n"
         "if __name__ == '__main__':\n prepare.main()\n")
     results = [subprocess.run([sys.executable, tmp_path / "part.py", f"--out={tmp_path}/{seed}", f"--workers={seed}"],
@@ -444,17 +447,17 @@ def test_stdlib_in_two_processes_gives_the_same_bytes(tmp_path):
                for seed in (1, 2)]
     assert [result.returncode for result in results] == [0, 0], results[0].stderr
     assert contents(tmp_path / "1") == contents(tmp_path / "2")
-    meta = prepare.read_meta(tmp_path / "1")
+    meta = shard_format.read_meta(tmp_path / "1")
     assert meta["tokenizer"]["vocab_size"] == 3072 and meta["shards"][0]["val"]["documents"] > 2
-    for part in ("of more than 512 tokens", "bytes per token", "rows skipped", f"ids by {prepare.FAST}"):
+    for part in ("of more than 512 tokens", "bytes per token", "rows skipped", f"ids by {tokenizing.FAST}"):
         assert part in results[0].stdout
     assert not results[0].stderr, "quiet where it is not a terminal"
-    tokenizer = prepare.load_tokenizer(tmp_path / "1" / "tokenizer.json")
+    tokenizer = tokenizing.load_tokenizer(tmp_path / "1" / "tokenizer.json")
     assert len(tokenizer.encode("1234", add_special_tokens=False).ids) == 4, "single digits"
 
 
 def test_stdlib_leaves_tests_out():
-    names = [name for name, text in prepare.read_stdlib(None, None, None) if text]
+    names = [name for name, text in sources.read_stdlib(None, None, None) if text]
     assert {"lib/argparse.py", "lib/json/decoder.py", "pydoc/lambda"} <= set(names) and len(set(names)) == len(names)
     assert not [name for name in names if {"test", "tests", "site-packages"} & set(name.split("/"))]
 
@@ -467,7 +470,7 @@ def test_nulls_and_empty_texts_are_counted(tokenizer_path, tmp_path, monkeypatch
         f"--tokenizer={tokenizer_path}",
         f"--out={tmp_path}/out", "--val_fraction=0")
     assert decoded(tmp_path / "out") == ["alpha beta", "gamma"]
-    assert prepare.read_meta(tmp_path / "out")["shards"][0]["skipped"] == {"empty": 1, "null": 1}
+    assert shard_format.read_meta(tmp_path / "out")["shards"][0]["skipped"] == {"empty": 1, "null": 1}
 
 
 def test_string_types_give_the_same_shards(tokenizer_path, tmp_path, monkeypatch):
@@ -493,7 +496,7 @@ def test_a_file_without_rows_between_others(tokenizer_path, tmp_path, monkeypatc
     assert decoded(tmp_path / "out") == ["one", "   "]
     assert sorted(path.name for path in (tmp_path / "out/train").iterdir()) == ["00000.bin", "00000.idx", "00002.bin",
                                                                                 "00002.idx"]
-    assert prepare.open_shards(tmp_path / "out", "val") == [] and not list((tmp_path / "out/val").iterdir())
+    assert shard_format.open_shards(tmp_path / "out", "val") == [] and not list((tmp_path / "out/val").iterdir())
 
 
 def test_id_columns_of_any_name_or_none(tokenizer_path, tmp_path, monkeypatch):
@@ -507,7 +510,7 @@ def test_id_columns_of_any_name_or_none(tokenizer_path, tmp_path, monkeypatch):
         run(monkeypatch, f"--source={tmp_path}/*.parquet", f"--tokenizer={tokenizer_path}", f"--out={tmp_path}/{out}",
             "--val_fraction=0.2")
         held.append([(entry["val"]["documents"], entry["val"]["bin_sha256"])
-                     for entry in prepare.read_meta(tmp_path / out)["shards"]])
+                     for entry in shard_format.read_meta(tmp_path / out)["shards"]])
     assert held[0] == held[1] and all(20 < n < 60 for n, _ in held[0])
     assert held[0][1] == held[0][2] != held[0][0], "without an id column of that name, the text decides"
 
@@ -545,7 +548,7 @@ def test_a_glob_of_any_files_has_a_shard_for_each(tmp_path, monkeypatch):
     for name in "ab":
         (tmp_path / f"{name}.txt").write_text(name)
     run(monkeypatch, f"--source={tmp_path}/*", "--tokenizer=utf16", f"--out={tmp_path}/out", "--val_fraction=0")
-    assert len(prepare.read_meta(tmp_path / "out")["shards"]) == 2 and decoded(tmp_path / "out") == ["a", "b"]
+    assert len(shard_format.read_meta(tmp_path / "out")["shards"]) == 2 and decoded(tmp_path / "out") == ["a", "b"]
 
 
 def test_sources_in_the_downloads_directory_are_the_users(tmp_path, monkeypatch):
@@ -558,16 +561,16 @@ def test_sources_in_the_downloads_directory_are_the_users(tmp_path, monkeypatch)
 def test_only_fineweb_edus_shards_are_large(tmp_path, monkeypatch):
     monkeypatch.setattr(prepare.shutil, "disk_usage", lambda path: SimpleNamespace(free=100))
     meta = {"sources": ["hf://datasets/o/d@0/f.parquet"]}
-    prepare.check_space(meta, SimpleNamespace(source=meta["sources"][0], keep_downloads=False, out=tmp_path))
+    sources.check_space(meta, SimpleNamespace(source=meta["sources"][0], keep_downloads=False, out=tmp_path))
     with pytest.raises(ValueError, match="needed"):
-        prepare.check_space(meta, SimpleNamespace(source="fineweb-edu", keep_downloads=False, out=tmp_path))
+        sources.check_space(meta, SimpleNamespace(source="fineweb-edu", keep_downloads=False, out=tmp_path))
 
 
 def test_rows_still_to_be_read(tmp_path):
     """Of three sources the first is done: 3 documents and 1, one more skipped."""
     names = [parquet(tmp_path / f"{name}.parquet", texts_of(5)) for name in "abc"]
     done = {"skipped": {"empty": 1}, "train": {"documents": 3}, "val": {"documents": 1}}
-    count = lambda sources, limit: prepare.count_rows({"sources": sources, "shards": [done, None, None]}, SimpleNamespace(max_documents=limit))
+    count = lambda sources, limit: sources.count_rows({"sources": sources, "shards": [done, None, None]}, SimpleNamespace(max_documents=limit))
     assert count(names, None) == 10 and count(names, 9) == 5 and count([*names[:2], "x.jsonl"], None) is None
 
 
@@ -583,7 +586,7 @@ def test_txt_files_of_a_glob_are_the_documents_of_one_shard(tokenizer_path, tmp_
     run(monkeypatch, f"--source={tmp_path}/*.txt", f"--tokenizer={tokenizer_path}", f"--out={tmp_path}/out",
         "--val_fraction=0")
     assert decoded(tmp_path / "out") == ["text a", "text b",
-                                         "text c"] and len(prepare.read_meta(tmp_path / "out")["shards"]) == 1
+                                         "text c"] and len(shard_format.read_meta(tmp_path / "out")["shards"]) == 1
 
 
 @pytest.mark.parametrize("lines, part", [
@@ -600,7 +603,7 @@ def test_a_text_that_is_no_text_is_counted(tokenizer_path, tmp_path, monkeypatch
     (tmp_path / "a.jsonl").write_text('{"text": 5}\n{"text": null}\n{"text": ["a"]}\n{"text": "a"}\n')
     run(monkeypatch, f"--source={tmp_path}/a.jsonl", f"--tokenizer={tokenizer_path}", f"--out={tmp_path}/out",
         "--val_fraction=0")
-    assert prepare.read_meta(tmp_path / "out")["shards"][0]["skipped"] == {"not text": 2, "null": 1}
+    assert shard_format.read_meta(tmp_path / "out")["shards"][0]["skipped"] == {"not text": 2, "null": 1}
 
 
 @pytest.mark.parametrize("flags, part", [
@@ -634,9 +637,9 @@ def test_a_truncated_parquet_file_keeps_the_shards_before_it(tokenizer_path, tmp
     whole = (tmp_path / "b.parquet").read_bytes()
     (tmp_path / "b.parquet").write_bytes(whole[:-8])
     one_line(command(*flags, f"--out={tmp_path}/out"), "b.parquet", f"{len(whole) - 8:,} bytes", "run again")
-    assert [bool(entry) for entry in prepare.read_meta(tmp_path / "out")["shards"]] == [True, False, False]
+    assert [bool(entry) for entry in shard_format.read_meta(tmp_path / "out")["shards"]] == [True, False, False]
     with pytest.raises(ValueError, match="2 of 3 source files are not done"):
-        prepare.open_shards(tmp_path / "out", "train")
+        shard_format.open_shards(tmp_path / "out", "train")
     (tmp_path / "b.parquet").write_bytes(whole)
     run(monkeypatch, *flags, f"--out={tmp_path}/out")
     assert contents(tmp_path / "out") == contents(tmp_path / "clean")
@@ -654,12 +657,12 @@ def test_a_read_error_in_the_middle_ends_the_run_and_the_next_completes_it(where
             place = pq.ParquetFile(path).metadata.row_group(1).column(0).data_page_offset
             Path(path).write_bytes(whole[:place] + b"\xff" * 64 + whole[place + 64:])
         else:
-            def broken(file, *columns, read=prepare.read_parquet):
+            def broken(file, *columns, read=sources.read_parquet):
                 for number, row in enumerate(read(file, *columns)):
                     if number == 1500:
                         raise pa.ArrowInvalid("offset overflow while concatenating arrays")
                     yield row
-            patch.setitem(prepare.READERS, ".parquet", broken)
+            patch.setitem(sources.READERS, ".parquet", broken)
         with pytest.raises(ValueError, match="a.parquet: .* cannot be read"):
             run(monkeypatch, *flags, f"--out={tmp_path}/out")
     assert not [path for path in contents(tmp_path / "out")
@@ -674,13 +677,13 @@ def test_max_documents_takes_the_first_and_reads_no_more(tokenizer_path, tmp_pat
     for i in range(5):
         parquet(tmp_path / f"{i}.parquet", texts[50 * i:50 * i + 50] if i < 4 else ["never reached"])
     opened = []
-    monkeypatch.setitem(prepare.READERS, ".parquet", lambda file, *rest: opened.append(file)
-                        or prepare.read_parquet(file, *rest))
+    monkeypatch.setitem(sources.READERS, ".parquet", lambda file, *rest: opened.append(file)
+                        or sources.read_parquet(file, *rest))
     run(monkeypatch, f"--source={tmp_path}/*.parquet", f"--tokenizer={tokenizer_path}", f"--out={tmp_path}/out",
         "--val_fraction=0", "--max_documents=120")
     assert decoded(tmp_path / "out") == texts[:120]
     assert [Path(name).name for name in opened] == ["0.parquet", "1.parquet", "2.parquet"]
-    assert len(prepare.read_meta(tmp_path / "out")["sources"]) == 3
+    assert len(shard_format.read_meta(tmp_path / "out")["sources"]) == 3
     before = contents(tmp_path / "out")
     (tmp_path / "out/train/00001.bin").unlink()
     run(monkeypatch, f"--source={tmp_path}/*.parquet", f"--tokenizer={tokenizer_path}", f"--out={tmp_path}/out",
@@ -693,7 +696,7 @@ def test_max_documents_holds_for_training_a_tokenizer_too(tmp_path, monkeypatch)
     (tmp_path / "b.parquet").write_bytes(b"no parquet file")
     run(monkeypatch, f"--source={tmp_path}/*.parquet", "--tokenizer=train:300", f"--out={tmp_path}/out",
         "--max_documents=15")
-    assert sum(len(documents(tmp_path / "out", split)) for split in prepare.SPLITS) == 15
+    assert sum(len(documents(tmp_path / "out", split)) for split in shard_format.SPLITS) == 15
 
 
 def test_memory_does_not_grow_with_the_file(tokenizer_path, tmp_path):
@@ -707,7 +710,7 @@ def test_memory_does_not_grow_with_the_file(tokenizer_path, tmp_path):
         # VmHWM, because ru_maxrss counts what this process had when it made that one; without the stats, because they
         # map the shards, and pages of a mapped file would count too.
         script = ("import re, resource, prepare\nif __name__ == '__main__':\n"
-                  " prepare.print_stats = lambda *unused: None\n prepare.main()\n"
+                  " shard_format.print_stats = lambda *unused: None\n prepare.main()\n"
                   " print(re.search('VmHWM: *\\t *(\\\\d+)', open('/proc/self/status').read())[1], "
                   "resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)")
         (tmp_path / "measure.py").write_text(script)
@@ -747,7 +750,7 @@ def test_split_rule_is_the_documented_one_and_duplicates_go_to_one_side(tmp_path
     threshold = lambda name: int.from_bytes(hashlib.blake2b(f"7:{name}".encode(), digest_size=8).digest(),
                                             "big") / 2**64
     held = {name for name in ids if threshold(name) < 0.3}
-    sides = [{text.split()[0] for text in decoded(tmp_path / "out", split)} for split in prepare.SPLITS]
+    sides = [{text.split()[0] for text in decoded(tmp_path / "out", split)} for split in shard_format.SPLITS]
     assert sides[1] == held and not sides[0] & sides[1] and 100 < len(held) < 200
 
 
@@ -756,7 +759,7 @@ def test_a_side_without_documents_is_said(n, fraction, tmp_path, monkeypatch, ca
     run(monkeypatch, f"--source={parquet(tmp_path / 'a.parquet', texts_of(n))}", "--tokenizer=utf16",
         f"--out={tmp_path}/out", f"--val_fraction={fraction}")
     printed = capsys.readouterr().out
-    for split in prepare.SPLITS:
+    for split in shard_format.SPLITS:
         assert (f"{split}: no document" in printed) == (not documents(tmp_path / "out", split))
 
 
@@ -953,8 +956,8 @@ def test_check_as_a_command(prepared):
     out, _ = prepared
     good = command(f"--check={out}", "--stats")
     assert good.returncode == 0 and "3 shards are what meta.json says" in good.stdout
-    meta = prepare.read_meta(out)
-    totals = [sum(entry[split][key] for entry in meta["shards"]) for split in prepare.SPLITS
+    meta = shard_format.read_meta(out)
+    totals = [sum(entry[split][key] for entry in meta["shards"]) for split in shard_format.SPLITS
               for key in ("documents", "tokens")]
     assert re.search(r"^all\s+" + r"\s+".join(map(str, totals)), good.stdout.replace(",", ""),
                      re.M) and "tokens in a document" in good.stdout
@@ -978,33 +981,33 @@ def test_stats_count_eligible_documents_and_tokens(capsys, prepared_from):
 # The reader
 
 def test_reader_needs_no_network_library(prepared):
-    code = (f"import sys, prepare; prepare.open_shards({str(prepared[0])!r}, 'train')[0].map(); "
+    code = (f"import sys, prepare; shard_format.open_shards({str(prepared[0])!r}, 'train')[0].map(); "
             "sys.exit(bool({'requests', 'huggingface_hub', 'httpx'} & set(sys.modules)))")
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
 def test_reader_checks_sizes_and_the_index(prepared):
     out, _ = prepared
-    tokens, starts = prepare.open_shards(out, "train")[0].map()
+    tokens, starts = shard_format.open_shards(out, "train")[0].map()
     assert tokens.dtype == np.uint16 and starts.dtype == np.int64 and not tokens.flags.writeable
     os.truncate(out / "val/00002.bin", 4)
     with pytest.raises(ValueError, match="val/00002.bin: 4 bytes; expected"):
-        prepare.open_shards(out, "val")
-    assert len(prepare.open_shards(out, "train")) == 3
+        shard_format.open_shards(out, "val")
+    assert len(shard_format.open_shards(out, "train")) == 3
     index = np.fromfile(out / "train/00000.idx", "<i8")
     index[[3, 4]] = index[[4, 3]]
     index.tofile(out / "train/00000.idx")
     with pytest.raises(ValueError, match="index does not belong"):
-        prepare.open_shards(out, "train")[0].map()
+        shard_format.open_shards(out, "train")[0].map()
     with pytest.raises(FileNotFoundError, match="no prepared data"):
-        prepare.read_meta(out / "train")
+        shard_format.read_meta(out / "train")
     (out / "meta.json").write_text('{"format": 9}')
     with pytest.raises(ValueError, match="format 9; expected 1"):
-        prepare.read_meta(out)
+        shard_format.read_meta(out)
 
 
 def test_offsets_are_64_bit():
-    starts = prepare.document_starts(np.array([2_000_000_000, 2_000_000_000, 5], np.int32))
+    starts = shard_format.document_starts(np.array([2_000_000_000, 2_000_000_000, 5], np.int32))
     assert starts.dtype == np.int64 and starts.tolist() == [0, 2_000_000_000, 4_000_000_000, 4_000_000_005]
 
 
@@ -1020,7 +1023,7 @@ def test_reading_beyond_four_gigabytes(tmp_path):
     np.array(starts, "<i8").tofile(tmp_path / "train/00000.idx")
     meta = {"tokenizer": {"eot_id": eot_id, "vocab_size": 10},
             "shards": [{"train": {"documents": 3, "tokens": starts[-1], "longest": 1_200_000_000}}]}
-    tokens, found = prepare.Shard(tmp_path, "train", 0, meta).map()
+    tokens, found = shard_format.Shard(tmp_path, "train", 0, meta).map()
     assert [tokens[i] for i in found[1:3].tolist()] == [7, 7]
 
 
@@ -1034,7 +1037,7 @@ def megabytes(n, seed=0):
 def test_a_cut_file_at_the_final_name_is_completed(server, tmp_path):
     data = server.files["/f.bin"] = megabytes(300_000)
     (tmp_path / "f.bin").write_bytes(data[:100_000])
-    assert Path(prepare.download(f"{server.url}/f.bin", tmp_path / "f.bin")).read_bytes() == data
+    assert Path(sources.download(f"{server.url}/f.bin", tmp_path / "f.bin")).read_bytes() == data
     assert [wanted for _, _, wanted, _ in server.log] == ["bytes=100000-"] and len(list(tmp_path.iterdir())) == 1
 
 
@@ -1043,16 +1046,16 @@ def test_another_file_at_the_final_name_is_noticed(server, tmp_path):
     data = server.files["/f.bin"] = megabytes(300_000)
     (tmp_path / "f.bin").write_bytes(b"x" * 1000)
     with pytest.raises(ValueError, match="sha256"):
-        prepare.download(f"{server.url}/f.bin", tmp_path / "f.bin")
+        sources.download(f"{server.url}/f.bin", tmp_path / "f.bin")
     assert not list(tmp_path.glob("*.bin"))
-    assert Path(prepare.download(f"{server.url}/f.bin", tmp_path / "f.bin")).read_bytes() == data
+    assert Path(sources.download(f"{server.url}/f.bin", tmp_path / "f.bin")).read_bytes() == data
 
 
 def test_a_server_that_ignores_range(server, tmp_path):
     data = server.files["/f.bin"] = megabytes(300_000)
     whole = lambda handler, data, start: handler.send(200, data)
     server.script["/f.bin"] = [lambda handler, data, start: handler.send(200, data, cut=233_000)] + [whole] * 5
-    assert Path(prepare.download(f"{server.url}/f.bin", tmp_path / "f.bin")).read_bytes() == data
+    assert Path(sources.download(f"{server.url}/f.bin", tmp_path / "f.bin")).read_bytes() == data
     assert len(server.log) == 2
 
 
@@ -1061,7 +1064,7 @@ def test_a_206_that_starts_elsewhere_is_not_appended(server, tmp_path):
     elsewhere = {"Content-Range": "bytes 100-299999/300000"}
     server.script["/f.bin"] = [lambda handler, data, start: handler.send(200, data, cut=200_000),
                                lambda handler, data, start: handler.send(206, data[100:], elsewhere)]
-    assert Path(prepare.download(f"{server.url}/f.bin", tmp_path / "f.bin")).read_bytes() == data
+    assert Path(sources.download(f"{server.url}/f.bin", tmp_path / "f.bin")).read_bytes() == data
     assert len(server.log) == 3
 
 
@@ -1074,7 +1077,7 @@ def test_a_file_that_changes_between_two_tries_is_fetched_anew(server, tmp_path)
         handler.send(200, data, {"ETag": etag}, cut=200_000)
         server.files["/f.bin"] = new
     server.script["/f.bin"] = [cut]
-    assert Path(prepare.download(f"{server.url}/f.bin", tmp_path / "f.bin")).read_bytes() == new
+    assert Path(sources.download(f"{server.url}/f.bin", tmp_path / "f.bin")).read_bytes() == new
 
 
 @pytest.mark.parametrize("header", ["Repr-Digest", "Digest", "ETag"])
@@ -1086,26 +1089,26 @@ def test_a_wrong_sha256_is_noticed(header, server, tmp_path):
     server.files["/f.bin"] = data
     server.script["/f.bin"] = [lambda handler, data, start: handler.send(200, data, {header: value})]
     with pytest.raises(ValueError, match=digest.hexdigest()):
-        prepare.download(f"{server.url}/f.bin", tmp_path / "f.bin")
+        sources.download(f"{server.url}/f.bin", tmp_path / "f.bin")
     assert not list(tmp_path.glob("f.bin*")) or not (tmp_path / "f.bin").exists()
 
 
 def test_a_complete_partial_and_416(server, tmp_path):
     data = server.files["/f.bin"] = megabytes(300_000)
     (tmp_path / "f.bin.part").write_bytes(data)
-    assert Path(prepare.download(f"{server.url}/f.bin", tmp_path / "f.bin")).read_bytes() == data
+    assert Path(sources.download(f"{server.url}/f.bin", tmp_path / "f.bin")).read_bytes() == data
     assert [wanted for method, _, wanted, _ in server.log if method == "GET"] == ["bytes=300000-"], "not fetched again"
     (tmp_path / "f.bin").rename(tmp_path / "f.bin.part")
     with open(tmp_path / "f.bin.part", "ab") as file:
         file.write(b"too long")
-    assert Path(prepare.download(f"{server.url}/f.bin", tmp_path / "f.bin")).read_bytes() == data
+    assert Path(sources.download(f"{server.url}/f.bin", tmp_path / "f.bin")).read_bytes() == data
 
 
 def test_retry_after_is_honoured(server, tmp_path, monkeypatch):
     monkeypatch.undo()  # real sleeping
     data = server.files["/f.bin"] = megabytes(3000)
     server.script["/f.bin"] = [lambda handler, data, start: handler.send(429, b"slow down", {"Retry-After": "1"})] * 2
-    assert Path(prepare.download(f"{server.url}/f.bin", tmp_path / "f.bin")).read_bytes() == data
+    assert Path(sources.download(f"{server.url}/f.bin", tmp_path / "f.bin")).read_bytes() == data
     times = [when for *_, when in server.log]
     assert len(times) == 3 and all(after - before >= 0.99 for before, after in zip(times, times[1:]))
 
@@ -1124,12 +1127,12 @@ def test_reset_then_503_then_the_rest(server, tmp_path):
     data = server.files["/f.bin"] = megabytes(3_000_000)
     server.script["/f.bin"] = [lambda handler, data, start: handler.send(200, data, {"ETag": '"v1"'}, cut=1_500_000),
                                lambda handler, data, start: handler.send(503, b"busy")]
-    assert Path(prepare.download(f"{server.url}/f.bin", tmp_path / "f.bin")).read_bytes() == data
+    assert Path(sources.download(f"{server.url}/f.bin", tmp_path / "f.bin")).read_bytes() == data
     assert [wanted for _, _, wanted, _ in server.log][0] is None and server.log[2][2] == server.log[1][2] != "bytes=0-"
 
 
 def test_a_stalled_transfer_is_taken_up_again(server, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(prepare, "DOWNLOAD_TIMEOUT", (1, 0.3))
+    monkeypatch.setattr(sources, "DOWNLOAD_TIMEOUT", (1, 0.3))
     data, release = server.files.setdefault("/f.bin", megabytes(3000)), threading.Event()
 
     def stall(handler, data, start):
@@ -1141,7 +1144,7 @@ def test_a_stalled_transfer_is_taken_up_again(server, tmp_path, monkeypatch, cap
         release.wait(10)
     server.script["/f.bin"] = [stall]
     start = time.monotonic()
-    assert Path(prepare.download(f"{server.url}/f.bin", tmp_path / "f.bin")).read_bytes() == data
+    assert Path(sources.download(f"{server.url}/f.bin", tmp_path / "f.bin")).read_bytes() == data
     release.set()
     assert time.monotonic() - start < 5 and "trying again" in capsys.readouterr().err
 
@@ -1150,8 +1153,8 @@ def test_a_broken_body_for_ever_ends(server, tmp_path):
     server.files["/f.bin"] = megabytes(3000)
     server.script["/f.bin"] = [lambda handler, data, start: handler.send(200, data, cut=1000)] * 99
     with pytest.raises(ValueError, match="tries in a row brought nothing"):
-        prepare.download(f"{server.url}/f.bin", tmp_path / "f.bin")
-    assert len(server.log) <= prepare.DOWNLOAD_TRIES + 1
+        sources.download(f"{server.url}/f.bin", tmp_path / "f.bin")
+    assert len(server.log) <= sources.DOWNLOAD_TRIES + 1
 
 
 def test_a_url_from_end_to_end_and_its_download_is_deleted(server, tokenizer_path, tmp_path, monkeypatch):
@@ -1162,7 +1165,7 @@ def test_a_url_from_end_to_end_and_its_download_is_deleted(server, tokenizer_pat
     run(monkeypatch, *flags, f"--out={tmp_path}/kept", "--keep_downloads")
     assert decoded(tmp_path / "out") == texts and not (tmp_path / "out/downloads").exists()
     assert [path.name for path in (tmp_path / "kept/downloads").iterdir()] == ["f.parquet"]
-    entry = prepare.read_meta(tmp_path / "out")["shards"][0]
+    entry = shard_format.read_meta(tmp_path / "out")["shards"][0]
     assert entry["sha256"] == hashlib.sha256(server.files["/data/f.parquet"]).hexdigest()
     with monkeypatch.context() as patch:
         patch.setattr(prepare.shutil, "rmtree", lambda *unused, **flags: None)  # the folder stays, but what was in it?
@@ -1181,7 +1184,7 @@ def hub(server, tokenizer_path, tmp_path):
         server.files[f"fineweb-edu-dedup/train-{number:05d}-of-00234.parquet"] = Path(path).read_bytes()
     server.files["tokenizer.json"] = Path(tokenizer_path).read_bytes()
     code = ("import sys, prepare\nif __name__ == '__main__':\n"
-            " prepare.FINEWEB_EDU = ('hf://datasets/o/n@' + sys.argv.pop(1)\n"
+            " sources.FINEWEB_EDU = ('hf://datasets/o/n@' + sys.argv.pop(1)\n"
             "                        + '/fineweb-edu-dedup/train-{:05d}-of-00234.parquet')\n"
             " try:\n  prepare.main()\n except (ValueError, OSError) as error:\n  sys.exit(f'prepare.py: {error}')\n")
     (tmp_path / "run_hub.py").write_text(code)

@@ -9,14 +9,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from test_train import TINY
 
 import evaluate
 import train
 from codes import binary_codes
-from evaluate import area_under_roc, full_windows, probe, read_linearly, window_losses
+from machinery.probe import (
+    area_under_roc,
+    full_windows,
+    probe,
+    read_linearly,
+    window_losses,
+)
+from machinery.tokenizer import load_tokenizer
 from model import INPUTS, Decoder, ModelConfig
-from prepare import load_tokenizer
-from test_train import TINY
 
 ROOT = Path(__file__).parents[1]
 SIZES = dict(vocab_size=300, block_size=32, n_layer=2, n_head=2, n_embd=36, n_ffn=48)

@@ -16,8 +16,13 @@ import numpy as np
 import pytest
 import torch
 
+import prepare
 import train
-from model import FIXED, INPUTS, Decoder, ModelConfig, list_checkpoints, read_checkpoint
+from codes import FIXED
+from machinery import runs, settings, sweep
+from machinery.checkpoints import read_checkpoint
+from machinery.runs import list_checkpoints
+from model import INPUTS, Decoder, ModelConfig
 from train import WindowSampler, learning_rate, rank_rows, uniforms
 
 ROOT = Path(__file__).parents[1]
@@ -80,7 +85,7 @@ def test_schedule_has_no_jump_and_one_peak(warmup, total):
 
 
 def paper_args(*flags):
-    return train.parse_args(["--preset=paper", "--device=cpu", *flags])
+    return prepare.parse_args(["--preset=paper", "--device=cpu", *flags])
 
 
 def test_recipe_of_the_paper():
@@ -90,13 +95,13 @@ def test_recipe_of_the_paper():
     assert (args.max_lr, args.min_lr, args.warmup_steps, args.decay_steps) == PAPER
     assert (args.streams, args.windows_per_visit) == (2, 1024 * 8)
     assert (args.streams * args.windows_per_visit * 2048, args.streams * args.windows_per_visit * 2048 // args.tokens_per_step) == (2 * 16_777_216, 128)
-    assert train.model_config(args) == ModelConfig()
+    assert settings.model_config(args) == ModelConfig()
     assert (train.BETAS, train.EPS, train.WEIGHT_DECAY, train.GRAD_CLIP) == ((0.9, 0.95), 1e-8, 0.01, 1.0)
 
 
 def test_flags_override_the_preset_and_both_spellings_work():
-    assert train.parse_args(["--preset", "smoke", "--n_layer", "3", "--max_targets=1e5"]).n_layer == 3
-    args = train.parse_args(["--preset=smoke", "--max_targets=1e6", "--input=gf2", "--seed=3"])
+    assert prepare.parse_args(["--preset", "smoke", "--n_layer", "3", "--max_targets=1e5"]).n_layer == 3
+    args = prepare.parse_args(["--preset=smoke", "--max_targets=1e6", "--input=gf2", "--seed=3"])
     assert (args.max_targets, args.out, args.n_embd) == (1_000_000, "out/smoke-gf2-s3", train.PRESETS["smoke"]["n_embd"])
     assert args.decay_steps == args.steps == -(-1_000_000 // args.tokens_per_step)
 
@@ -348,10 +353,10 @@ def test_cut_log_drops_later_rows_and_half_a_row(tmp_path):
     log = tmp_path / "log.jsonl"
     log.write_text('{"step": 0, "val_loss": 5}\n{"step": 1, "loss": 4}\n{"step": 2, "loss": 3}\n{"step": 2, "val_loss": 3}\n{"step": 3, "lo')
     with open(log, "ab", buffering=0) as file:
-        train.cut_log(file, 2)
+        runs.cut_log(file, 2)
     assert log.read_text() == '{"step": 0, "val_loss": 5}\n{"step": 1, "loss": 4}\n{"step": 2, "loss": 3}\n'
     with open(log, "ab", buffering=0) as file:
-        train.cut_log(file, 0)
+        runs.cut_log(file, 0)
     assert log.read_text() == ""
 
 
@@ -389,10 +394,10 @@ def test_dry_run_needs_no_data():
 # --- sweeps
 
 def test_sweep_grammar():
-    assert train.parse_sweep("input=binary,gf2;seed=1,2") == [{"input": i, "seed": s} for i in ("binary", "gf2") for s in "12"]
+    assert sweep.parse_sweep("input=binary,gf2;seed=1,2") == [{"input": i, "seed": s} for i in ("binary", "gf2") for s in "12"]
     for wrong in ("input", "input=", "=binary", "input=a,,b", ""):
         with pytest.raises(ValueError, match="expected NAME=VALUE"):
-            train.parse_sweep(wrong)
+            sweep.parse_sweep(wrong)
 
 
 def test_sweep_runs_skips_and_resumes(straight, data_dir, tmp_path):

@@ -22,10 +22,15 @@ import numpy as np
 import pytest
 import torch
 
-import model as model_file
+import kernels
 import prepare
 import train
-from model import Decoder, ModelConfig, list_checkpoints, load_model, read_checkpoint
+from machinery import checkpoints, costs, runs
+from machinery import shards as shard_format
+from machinery import tokenizer as tokenizing
+from machinery.checkpoints import load_model, read_checkpoint
+from machinery.runs import list_checkpoints
+from model import Decoder, ModelConfig
 
 ROOT = Path(__file__).parents[1]
 UPDATES = 30
@@ -40,17 +45,17 @@ def write_data(path, seed=0, shards=2):
     rng = np.random.default_rng(seed)
     path.mkdir(parents=True)
     texts = [" ".join(rng.choice(["alpha", "beta", "gamma", "delta"], 20)) for _ in range(50)]
-    prepare.train_tokenizer(texts, 300).save(str(path / "tokenizer.json"))
+    tokenizing.train_tokenizer(texts, 300).save(str(path / "tokenizer.json"))
     entries = []
     for number in range(shards):
         entry = {}
         for split, documents in (("train", 40), ("val", 6)):
-            writer = prepare.ShardWriter(path, split, number)
+            writer = shard_format.ShardWriter(path, split, number)
             for n in rng.integers(2, 90, documents):
                 writer.add(np.array([*rng.zipf(1.5, n).clip(1, 250), 0], "<u2").tobytes(), [int(n) + 1], int(n))
             entry[split] = writer.close()
         entries.append(entry)
-    meta = {"format": prepare.FORMAT, "sources": ["a"] * shards, "shards": entries,
+    meta = {"format": shard_format.FORMAT, "sources": ["a"] * shards, "shards": entries,
             "tokenizer": {"name": "tiny", "vocab_size": 300, "eot_id": 0, "sha256": "0" * 64}}
     (path / "meta.json").write_text(json.dumps(meta))
     return path
@@ -264,11 +269,11 @@ def test_bfloat16_fsdp_follows_ddp(data, forks, tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_loss_in_chunks_equals_cross_entropy(monkeypatch, dtype):
     """Also with rows that do not count, a last chunk that is not full, a scaled gradient, and none at all to count (0)."""
-    monkeypatch.setattr(model_file, "LOSS_ROWS", 7)
+    monkeypatch.setattr(kernels, "LOSS_ROWS", 7)
     torch.manual_seed(1)
     x, weight = torch.randn(30, 12, dtype=dtype, requires_grad=True), torch.randn(50, 12, requires_grad=True)
     targets = torch.randint(-1, 50, (30,))
-    loss = model_file.LinearCrossEntropy.apply(x, weight, targets, True)
+    loss = kernels.LinearCrossEntropy.apply(x, weight, targets, True)
     dx, dweight = torch.autograd.grad(loss / 3, (x, weight))
     logits = x @ weight.to(dtype).t()
     expected = torch.nn.functional.cross_entropy(logits.float(), targets, ignore_index=-1)
@@ -276,16 +281,16 @@ def test_loss_in_chunks_equals_cross_entropy(monkeypatch, dtype):
     near = dict(rtol=1e-5, atol=1e-6) if dtype == torch.float32 else dict(rtol=2e-2, atol=2e-3)
     for found, wanted in zip((dx, dweight), torch.autograd.grad(expected / 3, (x, weight))):
         torch.testing.assert_close(found, wanted, **near)
-    assert model_file.LinearCrossEntropy.apply(x, weight, torch.full((30,), -1), False) == 0
+    assert kernels.LinearCrossEntropy.apply(x, weight, torch.full((30,), -1), False) == 0
 
 
 @pytest.mark.parametrize("grad", [True, False], ids=["train", "validate"])
 def test_whole_logits_never_exist(grad):
     """4096 rows x 8192 ids are 134 MB in float32; a quarter of the rows is there at a time, with its gradient."""
     config = ModelConfig(vocab_size=8192, block_size=4096, n_layer=1, n_head=1, n_embd=26, n_ffn=8)
-    with train.FakeTensorMode(allow_non_fake_inputs=True), torch.set_grad_enabled(grad):
+    with costs.FakeTensorMode(allow_non_fake_inputs=True), torch.set_grad_enabled(grad):
         model, idx = Decoder(config), torch.zeros(1, 4096, dtype=torch.int64)
-        with train.LiveBytes(lambda tensor: "logits" if tensor.shape[-1:] == (8192,) else "rest") as live:
+        with costs.LiveBytes(lambda tensor: "logits" if tensor.shape[-1:] == (8192,) else "rest") as live:
             loss = model(idx, idx)[1]
             if grad:
                 loss.backward()
@@ -392,16 +397,16 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(data, forks, straight, t
 
 
 def test_a_full_disk_costs_a_log_row_and_no_half_row(tmp_path):
-    log = train.claim_run(tmp_path)
-    train.write_row(log, {"step": 1, "loss": 1.0})
+    log = runs.claim_run(tmp_path)
+    runs.write_row(log, {"step": 1, "loss": 1.0})
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (40, hard))
     try:
         with pytest.raises(OSError):
-            train.write_row(log, {"step": 2, "loss": 1.0, "lr": 0.1})
+            runs.write_row(log, {"step": 2, "loss": 1.0, "lr": 0.1})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    train.write_row(log, {"step": 3, "loss": 1.0})
+    runs.write_row(log, {"step": 3, "loss": 1.0})
     assert [row["step"] for row in rows(tmp_path)] == [1, 3]
 
 
@@ -443,7 +448,7 @@ def test_any_flipped_byte_is_either_harmless_or_refused(straight, tmp_path):
 
 def test_two_runs_cannot_share_a_directory(data, forks, tmp_path):
     out = tmp_path / "run"
-    held = train.claim_run(out)
+    held = runs.claim_run(out)
     assert forks.run(flags(data, out)) == [1]
     assert forks.output().splitlines()[-1] == f"train.py: {out} is in use by another run; wait for it or give another --out"
     held.close()
@@ -453,7 +458,7 @@ def test_two_runs_cannot_share_a_directory(data, forks, tmp_path):
 
 def test_keep_and_keep_every(tmp_path):
     for step in range(1, 13):
-        train.save_checkpoint(tmp_path, step, keep=2, keep_every=5)
+        checkpoints.save_checkpoint(tmp_path, step, keep=2, keep_every=5)
     assert [int(path.stem[5:]) for path in list_checkpoints(tmp_path)] == [12, 11, 10, 5]
 
 
@@ -476,7 +481,7 @@ def test_checkpoints_hold_plain_values_only(straight):
     assert list(state["optimizer"]["state"])[0] in state["model"] and not any("module" in name for name in state["model"])
     state["model"]["extra"] = state["model"].pop("lm_head.weight")
     with pytest.raises(ValueError, match="differ in extra, lm_head.weight"):
-        train.scatter_state(Decoder(ModelConfig(**state["model_config"])), None, state)
+        checkpoints.scatter_state(Decoder(ModelConfig(**state["model_config"])), None, state)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -484,7 +489,7 @@ def test_checkpoints_hold_plain_values_only(straight):
 
 def document_shard(lengths):
     tokens = np.concatenate([np.arange(n) + 100 * i for i, n in enumerate(lengths)]).astype(np.uint16)
-    starts = prepare.document_starts(lengths)
+    starts = shard_format.document_starts(lengths)
     return types.SimpleNamespace(longest=max(lengths), documents=len(lengths), tokens=len(tokens), map=lambda: (tokens, starts))
 
 
@@ -544,7 +549,7 @@ def test_learning_rate_has_no_gap(warmup, total):
 def test_wrong_flags_end_in_one_line(capsys, flag, words):
     """LP-08, LP-17, LP-18, CL-01."""
     with pytest.raises(SystemExit) as end:
-        train.parse_args(["--preset=smoke", *flag.split()])
+        prepare.parse_args(["--preset=smoke", *flag.split()])
     assert end.value.code == 2 and words in capsys.readouterr().err.splitlines()[-1]
 
 
@@ -593,10 +598,10 @@ def test_dry_run_takes_the_rate_of_a_log_that_a_crash_cut(forks, tmp_path):
 def test_estimate_counts_what_a_real_step_allocates(kind, dtype):
     """Against the same count over real tensors (the whole process is measured in tests/bench)."""
     config = ModelConfig(vocab_size=512, block_size=64, n_layer=3, n_head=2, n_embd=36, n_ffn=96)
-    parts = train.estimate_memory(config, 4, dtype, kind, accumulation=1)
+    parts = costs.estimate_memory(config, 4, dtype, kind, accumulation=1)
     model, idx = Decoder(config), torch.zeros(4, 64, dtype=torch.int64)
     model.checkpoint_activations = kind
-    with train.LiveBytes(lambda tensor: "all") as live:
+    with costs.LiveBytes(lambda tensor: "all") as live:
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16", cache_enabled=False):
             loss = model(idx, idx)[1]
         loss.backward()
@@ -604,14 +609,14 @@ def test_estimate_counts_what_a_real_step_allocates(kind, dtype):
     assert abs(estimate / live.peak["all"] - 1) < 0.05
     held = sum(p.numel() for p in model.parameters()) * 4
     assert parts["parameters"] == held and parts["optimizer"] == 2 * held
-    few = train.estimate_memory(config, 1, dtype, kind, accumulation=2)  # hardly an activation: all gradients at the peak
+    few = costs.estimate_memory(config, 1, dtype, kind, accumulation=2)  # hardly an activation: all gradients at the peak
     assert held <= few["gradients"] < 1.5 * held  # one for each parameter and one on its way, no parameter once more
 
 
 def test_estimate_for_a_gpu_keeps_no_attention_weights():
     """They are kept on a CPU in BF16: 3 layers, 4 rows, 2 heads, for each 128 queries the keys up to them, 2 bytes."""
     config = ModelConfig(vocab_size=512, block_size=256, n_layer=3, n_head=2, n_embd=36, n_ffn=96)
-    cpu, gpu = (sum(train.estimate_memory(config, 4, "bfloat16", "none", device=device).values()) for device in ("cpu", "cuda:0"))
+    cpu, gpu = (sum(costs.estimate_memory(config, 4, "bfloat16", "none", device=device).values()) for device in ("cpu", "cuda:0"))
     assert cpu - gpu == pytest.approx(3 * 4 * 2 * 128 * (128 + 256) * 2, rel=0.2)
 
 

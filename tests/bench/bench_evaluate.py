@@ -24,6 +24,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import evaluate  # noqa: E402
+from machinery import harness, huggingface  # noqa: E402
 
 # Thousands of tokens of the full sets as the hf backend runs them.
 FULL_SETS = {"hellaswag": 3144, "arc_easy": 249, "arc_challenge": 156, "openbookqa": 22, "piqa": 129, "winogrande": 54,
@@ -37,7 +38,7 @@ def requests_of(task, docs, data_dir):
     subjects' worked examples, each followed by docs questions of any subject.
     """
     name, shots = task.removesuffix("_5shot"), 5 if task.endswith("_5shot") else 0
-    leaves = list(evaluate.load_tasks([name], shots, data_dir)["tasks"].values())
+    leaves = list(harness.load_tasks([name], shots, data_dir)["tasks"].values())
     for leaf in leaves:
         leaf.build_all_requests(limit=max(1, docs // len(leaves) + 1) if name == "mmlu" else docs, rank=0, world_size=1)
     requests = [request for leaf in leaves for request in leaf.instances]
@@ -78,12 +79,12 @@ def main():
     os.environ["HF_HUB_OFFLINE"] = "1"
     clock = time.process_time if args.cpu_time else time.perf_counter
     torch.set_num_threads(1 if args.cpu_time else torch.get_num_threads())
-    from lm_eval.models.huggingface import HFLM
     import transformers
+    from lm_eval.models.huggingface import HFLM
     transformers.logging.set_verbosity_error()
     hf = HFLM(pretrained=args.model, dtype=args.dtype, device=args.device, max_length=2048, batch_size=8)
     candidates = {"ours, checkpoint": evaluate.open_checkpoint(args.run, args.device, args.dtype),
-                  "ours, reference": evaluate.open_reference(args.model, args.device, args.dtype)}
+                  "ours, reference": huggingface.open_reference(args.model, args.device, args.dtype)}
     print(f"{args.device}, {args.dtype}, {torch.get_num_threads()} threads, {clock.__name__}, torch {torch.__version__}, transformers {transformers.__version__}")
     ratios = {}
     for task in args.tasks.split(","):
@@ -97,7 +98,7 @@ def main():
         for name, candidate in candidates.items():
             for share in (True,) if args.no_plain else (True, False):
                 def run(candidate=candidate, share=share):
-                    lm = evaluate.HarnessLM(candidate, args.device, share=share)
+                    lm = harness.HarnessLM(candidate, args.device, share=share)
                     return lm.loglikelihood_rolling(requests) if task == "wikitext" else lm._loglikelihood_tokens(pairs)
                 ways[name + ("" if share else ", no_share")] = run
         seconds = timed(ways, args.repeats, clock)

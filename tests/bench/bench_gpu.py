@@ -4,7 +4,7 @@
     python tests/bench/bench_gpu.py --dry_run       the same code with a tiny model on the CPU, uncompiled
 
 A step is train.update: forward and backward of one micro-batch, clipping, fused AdamW; random tokens. MFU counts the model's
-FLOPs (train.print_model), no recomputation, over the device's dense BF16 peak. Each case runs in a process of its own, so
+FLOPs (costs.print_model), no recomputation, over the device's dense BF16 peak. Each case runs in a process of its own, so
 that its peak memory is its own; medians of the timed steps. Ends in one line of JSON.
 """
 
@@ -21,6 +21,7 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import train  # noqa: E402
+from machinery import costs, machine  # noqa: E402
 from model import Decoder, ModelConfig  # noqa: E402
 
 CASES = ("binary block", "binary selective", "learned block", "learned selective", "llama block")
@@ -71,11 +72,11 @@ def measure(case, dry_run, steps):
         loss = loss.item()  # waits for the device
         seconds.append(time.perf_counter() - started)
     rate = B * config.block_size / statistics.median(seconds[3:])
-    peak = train.peak_flops(device)
+    peak = machine.peak_flops(device)
     estimate = None
     if kind != "llama":
-        estimate = sum(train.estimate_memory(config, B, "bfloat16", recompute, device=device.type).values()) / 1e9
-    return dict(targets_per_second=rate, mfu=rate * flops / peak if peak else None, peak_gb=train.peak_memory_gb(device),
+        estimate = sum(costs.estimate_memory(config, B, "bfloat16", recompute, device=device.type).values()) / 1e9
+    return dict(targets_per_second=rate, mfu=rate * flops / peak if peak else None, peak_gb=machine.peak_memory_gb(device),
                 estimated_gb=estimate, loss=loss, finite=not bad.any().item(), torch=torch.__version__,
                 device=torch.cuda.get_device_name() if device.type == "cuda" else "cpu")
 

@@ -20,19 +20,20 @@ import torch
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 import train  # noqa: E402
+from machinery import costs, machine  # noqa: E402
 from model import Decoder, ModelConfig  # noqa: E402
 
 
 def paper(T):
     """Return what one step of the paper's model takes beside its estimate. Raises AssertionError for a tensor without a
     gradient, or a loss far from ln V."""
-    train.tune_allocator()
+    machine.tune_allocator()
     preset = train.PRESETS["paper"]
     config = ModelConfig(input="binary", **{key: preset[key] for key in ("vocab_size", "n_layer", "n_head", "n_embd", "n_ffn")},
                          block_size=T)
-    parts = train.estimate_memory(config, 1, "float32", "block")
+    parts = costs.estimate_memory(config, 1, "float32", "block")
     parts.pop("optimizer")  # no optimizer here
-    itself = train.peak_memory_gb(torch.device("cpu"))
+    itself = machine.peak_memory_gb(torch.device("cpu"))
     model = Decoder(config)
     model.checkpoint_activations = "block"
     tokens = torch.randint(config.vocab_size, (1, T + 1), generator=torch.Generator().manual_seed(1))
@@ -41,7 +42,7 @@ def paper(T):
     without = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()]
     assert not without, f"no gradient: {without}"
     assert abs(loss.item() - math.log(config.vocab_size)) < 0.5, loss.item()
-    peak, estimate = train.peak_memory_gb(torch.device("cpu")), sum(parts.values()) / 1e9 + itself
+    peak, estimate = machine.peak_memory_gb(torch.device("cpu")), sum(parts.values()) / 1e9 + itself
     print(f"loss {loss.item():.4f}, ln V {math.log(config.vocab_size):.4f}; every one of "
           f"{len(list(model.parameters()))} tensors has a gradient")
     return dict(loss=loss.item(), peak_gb=peak, estimate_gb=estimate, ratio=peak / estimate)

@@ -25,6 +25,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from machinery import tokenizer as tokenizing  # noqa: E402
+
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = ROOT.parent / "shared"
 TOKENIZER = SHARED / "smollm2" / "tokenizer.json"
@@ -77,9 +79,8 @@ def run_tiktoken(files, out):
     """Print the tokens per second of bare tiktoken, by the clock of this process alone."""
     import pyarrow.parquet as pq
     import tiktoken
-    import prepare
     texts = [text for path in files for text in pq.read_table(path, columns=["text"]).column(0).to_pylist()]
-    pattern, ranks = prepare.find_twin(prepare.load_tokenizer(TOKENIZER))
+    pattern, ranks = tokenizing.find_twin(tokenizing.load_tokenizer(TOKENIZER))
     encoding = tiktoken.Encoding("bare", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
     start, cpu = time.perf_counter(), time.process_time()
     tokens = sum(len(encoding.encode_to_numpy(text)) + 1 for text in texts)

@@ -27,7 +27,9 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import train  # noqa: E402
-from model import Decoder, ModelConfig, attend  # noqa: E402
+from kernels import attend
+from machinery import machine  # noqa: E402
+from model import Decoder, ModelConfig  # noqa: E402
 
 SIZES = {"S": dict(n_layer=6, n_embd=384, n_head=6, n_ffn=1024, vocab_size=3072, block_size=256, batch=16),
          "M": dict(n_layer=12, n_embd=768, n_head=12, n_ffn=2048, vocab_size=49_152, block_size=512, batch=4)}
@@ -138,7 +140,7 @@ def step_flops(size):
 
 
 def together(size, names, repeats):
-    train.tune_allocator()
+    machine.tune_allocator()
     peak = matmul_peak()
     contenders = {name: Contender(name, size) for name in names}
     for contender in contenders.values():  # compilation and the first touch of the memory
@@ -153,7 +155,7 @@ def together(size, names, repeats):
 
 
 def attention(size, repeats):
-    train.tune_allocator()
+    machine.tune_allocator()
     shape = size["batch"], size["block_size"], size["n_head"], size["n_embd"] // size["n_head"]
     q, k, v, g = (torch.randn(shape).bfloat16().transpose(1, 2).requires_grad_() for _ in range(4))
     ways = {"torch": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True), "attend": lambda: attend(q, k, v),
@@ -169,7 +171,7 @@ def attention(size, repeats):
 
 def one(size, name, repeats):
     if name.startswith("ours"):
-        train.tune_allocator()
+        machine.tune_allocator()
     contender = Contender(name, size)
     for _ in range(repeats + 2):
         contender.step()

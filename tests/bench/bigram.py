@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from prepare import open_shards, read_meta
+from machinery.shards import open_shards, read_meta
 
 
 def main(data_dir="data/stdlib"):

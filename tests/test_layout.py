@@ -1,0 +1,115 @@
+"""The house: imports run only downwards, torch-free rooms stay so, and every file can be read."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+CORE = ("codes", "model", "prepare", "train", "evaluate")  # in a reader's order
+STAGES = ("prepare", "train", "evaluate", "compare")
+ROOMS = sorted(f"machinery.{path.stem}" for path in (ROOT / "machinery").glob("[!_]*.py"))
+TORCH_FREE = ("codes", "prepare", "compare", "machinery.files", "machinery.sources",
+              "machinery.tokenizer", "machinery.workers", "machinery.shards", "machinery.runs",
+              "machinery.sweep", "machinery.statistics", "machinery.figures")
+CORE_LINES, LONGEST_FILE, LONGEST_ROOM, LONGEST_FUNCTION, LONGEST_MAIN = 2100, 500, 330, 60, 80
+
+
+def path_of(module):
+    return ROOT / (module.replace(".", "/") + ".py")
+
+
+def imports(module):
+    """Return the project's modules that a module imports, wherever in the file."""
+    found = set()
+    for node in ast.walk(ast.parse(path_of(module).read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found & {"codes", "kernels", "model", *STAGES, *ROOMS}
+
+
+def level(module):
+    """Return the floor a module is on; it may import from lower floors, and rooms from rooms."""
+    if module in ("codes", "kernels"):
+        return 0
+    return 1 if module == "model" else 2 if module in ROOMS else 3
+
+
+def all_modules():
+    return ["codes", "kernels", "model", *ROOMS, *STAGES]
+
+
+@pytest.mark.parametrize("module", all_modules())
+def test_imports_run_only_downwards(module):
+    for other in imports(module):
+        between_rooms = module in ROOMS and other in ROOMS
+        assert level(other) < level(module) or between_rooms, f"{module} imports {other}"
+
+
+def test_no_circle_among_rooms():
+    left = {room: imports(room) & set(ROOMS) for room in ROOMS}
+    while left:
+        free = [room for room, needs in left.items() if not needs & set(left)]
+        assert free, f"a circle among {', '.join(sorted(left))}"
+        for room in free:
+            del left[room]
+
+
+@pytest.mark.parametrize("module", TORCH_FREE)
+def test_imports_no_torch(module):
+    """The import itself, in a process of its own: what a library brings along counts too."""
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr or f"{module} imports torch"
+
+
+def functions(path):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+
+
+def test_the_core_is_read_in_an_evening():
+    lines = {name: len(path_of(name).read_text(encoding="utf-8").splitlines()) for name in CORE}
+    assert sum(lines.values()) <= CORE_LINES and max(lines.values()) <= LONGEST_FILE, lines
+    rooms = {room: len(path_of(room).read_text(encoding="utf-8").splitlines()) for room in ROOMS}
+    assert max(rooms.values()) <= LONGEST_ROOM, rooms
+
+
+@pytest.mark.parametrize("module", all_modules())
+def test_functions_are_short(module):
+    for function in functions(path_of(module)):
+        length = function.end_lineno - function.lineno + 1
+        most = LONGEST_MAIN if (module, function.name) == ("train", "main") else LONGEST_FUNCTION
+        assert length <= most, f"{module}.{function.name}: {length} lines"
+
+
+def test_no_line_over_100_columns():
+    paths = [*ROOT.glob("*.py"), *ROOT.glob("machinery/*.py"), *ROOT.glob("tests/**/*.py")]
+    for path in paths:
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            assert len(line) <= 100, f"{path.relative_to(ROOT)}:{number}: {len(line)} columns"
+
+
+def dense(tree):
+    """Yield (line, what): nested comprehensions, and assignments inside larger expressions."""
+    kinds = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+    whole = [node.test for node in ast.walk(tree) if isinstance(node, (ast.If, ast.While))]
+    for node in ast.walk(tree):
+        if isinstance(node, kinds):
+            inside = [child for child in ast.walk(node) if child is not node]
+            if len(node.generators) > 1 or any(isinstance(child, kinds) for child in inside):
+                yield node.lineno, "a nested comprehension"
+        if isinstance(node, ast.NamedExpr) and node not in whole:
+            yield node.lineno, "a walrus inside an expression"
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Lambda):
+            yield node.lineno, "a lambda with a name"
+
+
+@pytest.mark.parametrize("module", all_modules())
+def test_one_idea_a_line(module):
+    found = list(dense(ast.parse(path_of(module).read_text(encoding="utf-8"))))
+    assert not found, f"{module}: {found}"
