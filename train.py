@@ -44,7 +44,7 @@ from machinery.checkpoints import (
     save_checkpoint,
     scatter_state,
 )
-from machinery.costs import print_costs, print_model
+from machinery.costs import count_parameters, print_costs, print_model
 from machinery.files import write_whole
 from machinery.machine import (
     all_reduce_max,
@@ -380,7 +380,7 @@ def main():
     model = Decoder(config, args.seed)
     model.checkpoint_activations = args.checkpoint_activations
     experiment["initial_body_sha256"] = hash_tensors(model.group_parameters()["body"])  # the same for every interface
-    experiment["parameters"] = model.count()
+    experiment["parameters"] = count_parameters(model)
     experiment["code_report"] = model.model.embed_tokens.report() if isinstance(model.model.embed_tokens, FixedCodes) else None
     say(f"initial body sha256 {experiment['initial_body_sha256'][:16]}; {device}, {args.dtype}, "
         f"{torch.get_num_threads()} threads")

@@ -21,6 +21,7 @@ import train
 from codes import FIXED
 from machinery import runs, settings, sweep
 from machinery.checkpoints import read_checkpoint
+from machinery.costs import count_parameters
 from machinery.runs import list_checkpoints
 from model import INPUTS, Decoder, ModelConfig
 from train import WindowSampler, learning_rate, rank_rows, uniforms
@@ -111,7 +112,7 @@ def test_matrices_decay_and_vectors_do_not(input):
     model = Decoder(ModelConfig(input=input, vocab_size=100, block_size=8, n_layer=2, n_head=2, n_embd=28, n_ffn=40))
     decayed, plain = train.build_optimizer(model, 1e-3).param_groups
     assert (decayed["weight_decay"], plain["weight_decay"]) == (0.01, 0.0)
-    assert sum(p.numel() for p in decayed["params"]) == model.count()["decayed"]
+    assert sum(p.numel() for p in decayed["params"]) == count_parameters(model)["decayed"]
     assert {id(p) for g in (decayed, plain) for p in g["params"]} == {id(p) for p in model.parameters()}
     assert len(decayed["params"]) + len(plain["params"]) == len(list(model.parameters()))
     assert all(p.dim() == 1 for p in plain["params"])

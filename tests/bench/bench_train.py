@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import train  # noqa: E402
 from kernels import attend
 from machinery import machine  # noqa: E402
+from machinery.costs import flops_per_target  # noqa: E402
 from model import Decoder, ModelConfig  # noqa: E402
 
 SIZES = {"S": dict(n_layer=6, n_embd=384, n_head=6, n_ffn=1024, vocab_size=3072, block_size=256, batch=16),
@@ -136,7 +137,7 @@ def matmul_peak():
 def step_flops(size):
     with torch.device("meta"):
         model = Decoder(ModelConfig(**{key: value for key, value in size.items() if key != "batch"}))
-    return sum(model.flops_per_target()) * size["batch"] * size["block_size"]
+    return sum(flops_per_target(model)) * size["batch"] * size["block_size"]
 
 
 def together(size, names, repeats):
