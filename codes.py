@@ -4,7 +4,7 @@ V = 49,152 token ids need only K = ceil(log2 V) = 16 bits, and 16 x 128 = 2048 i
 So a token id t can enter the decoder as its own binary code, repeated 128 times, with nothing to
 train (the paper, section "Method"):
 
-    binary    c_j(t) = floor(t / 2^j) mod 2     j = 0..K-1, little-endian: column 0 is the lowest bit
+    binary    c_j(t) = floor(t / 2^j) mod 2     j = 0..K-1, little-endian: column 0 is the low bit
     gf2       g(t)   = A c(t) + b  (mod 2)      A invertible K x K over GF(2), b = 0 by default
 
 Both are injective, so no two tokens are ever confused; A only changes which tokens look alike. Two
@@ -149,8 +149,8 @@ def draw_recoding(n_bits, code_seed=CODE_SEED, code_offset="0"):
             break
     else:
         raise ValueError(f"no invertible {n_bits} x {n_bits} matrix with all row and column "
-                         f"weights >= {MIN_WEIGHT} in {MAX_DRAWS:,} draws: recoding needs about 8 bits or "
-                         "more, a vocabulary of more than 128 ids")
+                         f"weights >= {MIN_WEIGHT} in {MAX_DRAWS:,} draws: recoding needs about "
+                         "8 bits or more, a vocabulary of more than 128 ids")
     if code_offset == "random":
         return matrix, stream.randint(0, 2, n_bits).astype(np.uint8)
     return matrix, parse_offset(code_offset, n_bits)
@@ -213,7 +213,7 @@ def min_distance(values, limit):
     return float(min(distances[:, 1].min(), limit))  # column 0 is the row itself
 
 
-# --- The fixed interfaces: (V, seed, offset) -> {"codebook": integers [V, K], and what else to store}
+# --- The fixed interfaces: (V, seed, offset) -> {"codebook": integers [V, K], what else to store}
 
 def fixed_binary(vocab_size, code_seed, code_offset):
     """The id's own bits (the paper)."""
