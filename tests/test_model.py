@@ -78,7 +78,8 @@ def test_binary_input_is_the_code_tiled():
 def test_gf2_input_is_the_recoded_code():
     model = tiny("gf2", code_offset="random")
     expected = np.tile(recode(binary_codes(100), *draw_recoding(7, 12345, "random")), (1, 4))
-    assert (model.model.embed_tokens(torch.arange(100)[None], torch.float32, None)[0].numpy() == expected).all()
+    x = model.model.embed_tokens(torch.arange(100)[None], torch.float32, None)
+    assert (x[0].numpy() == expected).all()
 
 
 def test_squared_norms_at_the_papers_size():
@@ -221,7 +222,7 @@ def test_code_values_scale_and_lift():
         assert np.array_equal(vectors(small("binary", **fields), ids)[0].numpy(), expected), fields
     for input in FIXED:
         matched = vectors(small(input, code_scale="matched"), ids)[0].square().sum(1).mean()
-        assert matched.item() == pytest.approx(0.02**2 * 28, rel=1e-5)  # a learned row's at the start
+        assert matched.item() == pytest.approx(0.02**2 * 28, rel=1e-5)  # a learned row's
 
 
 @pytest.mark.parametrize("vocab_size", [49_152, 65_536])
@@ -282,7 +283,7 @@ def test_rope_angles_hold_at_far_positions_and_low_precision():
 
 
 def test_rope_is_a_rotation_of_llamas_pairs_and_relative():
-    x = torch.randn(1, 1, 6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).float()
+    x = torch.randn(1, 1, 6, 8, generator=torch.Generator().manual_seed(0))
     cos, sin = rope_tables(torch.arange(6), 8, 10_000.0)
     rotated = apply_rope(x, cos, sin)
     # Dimension i turns with i + D / 2.
