@@ -33,7 +33,8 @@ ROWS = "69ae 2991 1e6b ce69 e607 16b7 7ba2 a3ed 1d2d db08 7956 111d 5344 e7ea 8a
 
 
 def run(*flags):
-    return subprocess.run([sys.executable, "codes.py", *flags], cwd=ROOT, capture_output=True, text=True)
+    words = [sys.executable, "codes.py", *flags]
+    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
 
 
 # --- binary codes
