@@ -172,7 +172,8 @@ def read_paired(first, other, tasks, metric):
     """Return float64 [n, 2] of values and weights for each of two files: a row a document."""
     a, b = read_values(first, tasks, metric), read_values(other, tasks, metric)
     both = [key for key in a if key in b]
-    return [np.array([side[key] for key in both], float).reshape(-1, 2) for side in (a, b)]
+    a, b = [a[key] for key in both], [b[key] for key in both]
+    return np.array(a, float).reshape(-1, 2), np.array(b, float).reshape(-1, 2)
 
 
 def compare_metric(task, metric, a, b, resamples):

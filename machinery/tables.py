@@ -9,7 +9,7 @@ SHOWN = (*ACCURACIES, "f1", *LOWER_IS_BETTER)
 
 def format_table(header, rows, markdown, left=1):
     """Return a table of strings, aligned or as Markdown; `left` columns are flush left."""
-    widths = [max(len(cell) for cell in column) for column in zip(header, *rows)]
+    widths = [max(map(len, column)) for column in zip(header, *rows)]
     lines = []
     for row in [header, *rows]:
         cells = [cell.ljust(width) for cell, width in zip(row[:left], widths)]
