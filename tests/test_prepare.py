@@ -438,8 +438,8 @@ def test_utf16_is_lossless(tmp_path, prepared_from):
 def test_stdlib_in_two_processes_gives_the_same_bytes(tmp_path):
     """Part of the library, for speed; everything else as the first command of a newcomer does it."""
     (tmp_path / "part.py").write_text(
-        "import itertools, prepare\nread = sources.read_stdlib\n"
-        "prepare.read_stdlib = lambda *unused: itertools.islice(read(*unused), 0, None, 8)\n"
+        "import itertools, prepare\nfrom machinery import sources\nread = sources.read_stdlib\n"
+        "sources.read_stdlib = lambda *unused: itertools.islice(read(*unused), 0, None, 8)\n"
         "if __name__ == '__main__':\n prepare.main()\n")
     results = [subprocess.run([sys.executable, tmp_path / "part.py", f"--out={tmp_path}/{seed}", f"--workers={seed}"],
                               capture_output=True, text=True,
@@ -570,7 +570,7 @@ def test_rows_still_to_be_read(tmp_path):
     """Of three sources the first is done: 3 documents and 1, one more skipped."""
     names = [parquet(tmp_path / f"{name}.parquet", texts_of(5)) for name in "abc"]
     done = {"skipped": {"empty": 1}, "train": {"documents": 3}, "val": {"documents": 1}}
-    count = lambda sources, limit: sources.count_rows({"sources": sources, "shards": [done, None, None]}, SimpleNamespace(max_documents=limit))
+    count = lambda names, limit: sources.count_rows({"sources": names, "shards": [done, None, None]}, SimpleNamespace(max_documents=limit))
     assert count(names, None) == 10 and count(names, 9) == 5 and count([*names[:2], "x.jsonl"], None) is None
 
 
@@ -710,7 +710,7 @@ def test_memory_does_not_grow_with_the_file(tokenizer_path, tmp_path):
         # VmHWM, because ru_maxrss counts what this process had when it made that one; without the stats, because they
         # map the shards, and pages of a mapped file would count too.
         script = ("import re, resource, prepare\nif __name__ == '__main__':\n"
-                  " shard_format.print_stats = lambda *unused: None\n prepare.main()\n"
+                  " prepare.print_stats = lambda *unused: None\n prepare.main()\n"
                   " print(re.search('VmHWM: *\\t *(\\\\d+)', open('/proc/self/status').read())[1], "
                   "resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)")
         (tmp_path / "measure.py").write_text(script)
@@ -981,7 +981,7 @@ def test_stats_count_eligible_documents_and_tokens(capsys, prepared_from):
 # The reader
 
 def test_reader_needs_no_network_library(prepared):
-    code = (f"import sys, prepare; shard_format.open_shards({str(prepared[0])!r}, 'train')[0].map(); "
+    code = (f"import sys; from machinery.shards import open_shards; open_shards({str(prepared[0])!r}, 'train')[0].map(); "
             "sys.exit(bool({'requests', 'huggingface_hub', 'httpx'} & set(sys.modules)))")
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
@@ -1183,7 +1183,7 @@ def hub(server, tokenizer_path, tmp_path):
         path = parquet(tmp_path / "x.parquet", texts_of(3000, seed=number), ids=f"s{number}-", row_group_size=500)
         server.files[f"fineweb-edu-dedup/train-{number:05d}-of-00234.parquet"] = Path(path).read_bytes()
     server.files["tokenizer.json"] = Path(tokenizer_path).read_bytes()
-    code = ("import sys, prepare\nif __name__ == '__main__':\n"
+    code = ("import sys, prepare\nfrom machinery import sources\nif __name__ == '__main__':\n"
             " sources.FINEWEB_EDU = ('hf://datasets/o/n@' + sys.argv.pop(1)\n"
             "                        + '/fineweb-edu-dedup/train-{:05d}-of-00234.parquet')\n"
             " try:\n  prepare.main()\n except (ValueError, OSError) as error:\n  sys.exit(f'prepare.py: {error}')\n")
