@@ -23,8 +23,8 @@ EARLIER = Path(__file__).parent / "earlier"
 RUN_FLAGS = ["--preset=smoke", "--vocab_size=280", "--n_layer=1", "--n_head=2", "--n_embd=36",
              "--n_ffn=24", "--block_size=16", "--dtype=float32", "--device=cpu",
              "--tokens_per_step=128", "--micro_batch=4", "--warmup_steps=2",
-             "--windows_per_visit=16", "--eval_windows=4", "--eval_every=5", "--log_every=1", "--save_every=5",
-             "--decay_steps=20", "--input=gf2"]
+             "--windows_per_visit=16", "--eval_windows=4", "--eval_every=5",
+             "--log_every=1", "--save_every=5", "--decay_steps=20", "--input=gf2"]
 RESUME = ["train.py", *RUN_FLAGS, "--data=DATA", "--out=RUN", "--max_targets=2560", "--resume"]
 START = ["train.py", *RUN_FLAGS, "--data=DATA", "--out=NEW", "--max_targets=640"]
 PREPARE = ["prepare.py", "--source=SOURCE", "--tokenizer=train:280", "--workers=1", "--out=NEW"]
