@@ -600,7 +600,7 @@ def test_missing_data_is_one_line(make_run, tmp_path):
 
 def test_local_benchmarks_do_not_cut_off_the_hub(tmp_path):
     """With --data_dir a data set is there or missing, at once; a --hf model that is scored next is still fetched."""
-    code = (f"import evaluate\ntry:\n    harness.load_tasks(['piqa'], data_dir={str(tmp_path)!r})\n"
+    code = (f"from machinery import harness\ntry:\n    harness.load_tasks(['piqa'], data_dir={str(tmp_path)!r})\n"
             "except FileNotFoundError as error:\n    print(error)\n"
             "import huggingface_hub\nprint('hub offline:', huggingface_hub.constants.HF_HUB_OFFLINE)")
     environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_ENDPOINT": "http://127.0.0.1:9"}
@@ -678,7 +678,7 @@ def prepared(tmp_path_factory, tokenizer_file):
 
 
 def test_heldout_equals_direct_computation(binary, prepared):
-    from prepare import open_shards
+    from machinery.shards import open_shards
     result = evaluate.score_heldout(HarnessLM(binary), prepared)
     nats, targets = [], []
     for shard in open_shards(prepared, "val"):
