@@ -222,8 +222,9 @@ def print_suite(result):
 
 def print_line(name, entry, tasks):
     """Print the table's line for a task, or for a group and its tasks."""
-    docs, requests, cut = (sum(task[key] for task in tasks)
-                           for key in ("n_docs", "n_requests", "n_truncated"))
+    docs = sum(task["n_docs"] for task in tasks)
+    requests = sum(task["n_requests"] for task in tasks)
+    cut = sum(task["n_truncated"] for task in tasks)
     metrics = [f"{key} {value:.4f}" for key, value in entry["metrics"].items()
                if isinstance(value, float)]
     print(f"{name:18} {tasks[0]['version']!s:>7} {tasks[0]['num_fewshot']:5} {docs:9,} "

@@ -14,7 +14,7 @@ from scipy.stats import rankdata
 from codes import binary_codes
 from machinery.packing import cut_documents
 from machinery.shards import open_shards
-from machinery.tokenizer import token_bytes, vocab_size
+from machinery.tokenizer import token_bytes
 from model import BITS
 
 N_IDENTITIES = 256  # ids that the identity readout chooses between: the most frequent
@@ -129,9 +129,11 @@ def read_codes(model):
 
 def lexical_columns(tokenizer):
     """Return int64 [n_ids, 4]: the PROPERTIES of every id's text, and its length in bytes."""
-    words = [tokenizer.decode([i]) for i in range(vocab_size(tokenizer))]
-    columns = [[check(word) for word in words] for check in PROPERTIES.values()]
-    return torch.tensor([*zip(*columns, token_bytes(tokenizer).tolist())])
+    rows = []
+    for i, n_bytes in enumerate(token_bytes(tokenizer).tolist()):
+        word = tokenizer.decode([i])
+        rows.append([*(check(word) for check in PROPERTIES.values()), n_bytes])
+    return torch.tensor(rows)
 
 
 def frequent_classes(ids, test, vocab_size):

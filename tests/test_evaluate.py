@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import importlib.util
 import io
 import itertools
 import json
@@ -14,6 +15,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -1050,14 +1052,33 @@ def test_exported_folder_loads_in_transformers(make_run, tmp_path, transformers,
     assert tokenizer.bos_token_id == 0 and tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
-def test_scores_through_the_harness_s_backend_equal_ours(make_run, tmp_path, transformers):
+@pytest.fixture
+def hf_backend(transformers, monkeypatch):
+    """Return a function that opens a folder in the harness's own hf backend. On one CPU it uses
+    nothing of accelerate's but its device."""
+    if importlib.util.find_spec("accelerate") is None:
+        here = SimpleNamespace(num_processes=1, device=torch.device("cpu"))
+        accelerate = SimpleNamespace(
+            Accelerator=lambda **_: here, InitProcessGroupKwargs=SimpleNamespace,
+            find_executable_batch_size=None, utils=SimpleNamespace(get_max_memory=None))
+        monkeypatch.setitem(sys.modules, "accelerate", accelerate)
+        monkeypatch.setitem(sys.modules, "accelerate.utils", accelerate.utils)
+    from lm_eval.models.huggingface import HFLM
+
+    def open_folder(folder):
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        return HFLM(pretrained=model, tokenizer=tokenizer, batch_size=3, max_length=T)
+
+    return open_folder
+
+
+def test_scores_through_the_harness_s_backend_equal_ours(make_run, tmp_path, hf_backend):
     """Our checkpoint, the exported folder as a reference model, and the harness's own hf backend,
     on one set of requests."""
-    pytest.importorskip("accelerate", reason="the hf backend needs accelerate")
-    from lm_eval.models.huggingface import HFLM
     directory, folder = make_run("gf2"), str(tmp_path / "hf")
     huggingface.export_checkpoint(directory, folder)
-    hf = HFLM(pretrained=folder, device="cpu", dtype="float32", batch_size=3, max_length=T)
+    hf = hf_backend(folder)
     reference = references.open_reference(folder, "cpu", "float32")
     lms = [harness_lm(open_run(directory)), harness_lm(reference),
            harness_lm(reference, share=False)]
