@@ -265,6 +265,30 @@ def test_gap_against_depth(tmp_path):
         compare.compare_runs(paths[:-2], by="n_layer")
 
 
+@pytest.mark.parametrize("field", ["n_layers", "parameters", "code_report", "nonsense"])
+def test_by_is_a_field_that_can_be_shown(six_runs, tmp_path, field):
+    done = command(*six_runs, f"--by={field}", f"--out={tmp_path}/none")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert f"--by={field}" in done.stderr and not (tmp_path / "none").exists()
+    assert ("n_layer?" in done.stderr) == (field == "n_layers")
+
+
+def test_by_a_field_that_a_run_does_not_have_is_refused(six_runs):
+    config = json.loads((six_runs[1] / "config.json").read_text())
+    del config["max_lr"]
+    (six_runs[1] / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="learned-s2.* no max_lr"):
+        compare.compare_runs(six_runs, by="max_lr")
+
+
+def test_by_a_field_of_words(tmp_path):
+    paths = [write_run(tmp_path, f"{name}-{ffn}", cost=cost, input=name, ffn=ffn)
+             for name, cost in (("learned", 0.0), ("binary", 0.3)) for ffn in ("gelu", "swiglu")]
+    result = compare.compare_runs(paths, by="ffn")
+    assert [g["name"] for g in result["groups"]][-1] == "binary, ffn swiglu"
+    assert "gap" in figures.draw_runs(result, tmp_path)
+
+
 # --- what is written
 
 def png_size(path):
