@@ -1,5 +1,7 @@
 """Figures of compare.py's runs: 8.3 inches wide, for a page 830 pixels wide."""
 
+import itertools
+
 import numpy as np
 
 from machinery.statistics import LEVEL
@@ -43,7 +45,7 @@ def label_looks(labels):
         if kind not in colours:
             colours[kind] = spare.pop(0) if spare else SPARE_COLOURS[0]
         # A ninth variant takes a dash of a colour that no kind has.
-        choices = [(colour, dashes) for colour in (colours[kind], *spare) for dashes in DASHES]
+        choices = list(itertools.product((colours[kind], *spare), DASHES))
         look = next((choice for choice in choices if choice not in taken), choices[0])
         taken.add(look)
         looks[label] = {"color": look[0], "linestyle": look[1]}
