@@ -1139,6 +1139,140 @@ def test_import_of_a_llama_with_shared_heads(tokenizer_file, tmp_path, transform
         torch.testing.assert_close(ours(ids)[0], theirs(ids).logits, atol=1e-4, rtol=0)
 
 
+# --- reference models of every architecture
+
+HF_SIZES = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 8,
+            "max_position_embeddings": T, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+# Architecture, its fields, and whether it may share: it obeys a 4-D mask and given positions.
+ARCHITECTURES = {
+    "llama": ("Llama", {}, True),
+    "mistral": ("Mistral", {"sliding_window": None}, True),
+    "gpt2": ("GPT2", {"n_positions": T, "n_embd": 32, "n_layer": 2, "n_head": 4}, True),
+    "gemma2": ("Gemma2", {"query_pre_attn_scalar": 8, "sliding_window": 4096}, True),
+    "gpt_neo": ("GPTNeo", {"attention_types": [[["global", "local"], 1]], "num_layers": 2,
+                           "num_heads": 4}, True),
+    "a short window": ("Mistral", {"sliding_window": 8}, False),
+    "windows in some layers": ("Gemma3Text", {"sliding_window": 8, "query_pre_attn_scalar": 8,
+                                              "layer_types": ["sliding_attention",
+                                                              "full_attention"]}, False),
+    "a state": ("Mamba", {"state_size": 4}, False),
+    "no position ids": ("Bloom", {"n_head": 4, "n_layer": 2}, False)}
+
+
+@pytest.fixture(scope="session")
+def make_reference(tokenizer_file, tmp_path_factory):
+    """Return a function that writes a random transformers model as a folder, and returns it; one
+    for each set of arguments."""
+    transformers = pytest.importorskip("transformers", reason="transformers is optional")
+    transformers.logging.set_verbosity_error()
+    made = {}
+
+    def make(name, **fields):
+        key = json.dumps([name, fields])
+        if key not in made:
+            kind, own, _ = ARCHITECTURES[name]
+            config = getattr(transformers, f"{kind}Config")(**{**HF_SIZES, **own, **fields})
+            torch.manual_seed(0)
+            model = transformers.AutoModelForCausalLM.from_config(config)
+            with torch.no_grad():  # larger than at the start, so that a wrong mask shows
+                for p in model.parameters():
+                    p.mul_(6 if p.dim() == 2 else 1)
+            made[key] = tmp_path_factory.mktemp("reference") / "model"
+            model.save_pretrained(made[key])
+            shutil.copy(tokenizer_file, made[key] / "tokenizer.json")
+            (made[key] / "tokenizer_config.json").write_text(json.dumps({
+                "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|endoftext|>",
+                "eos_token": "<|endoftext|>"}), encoding="utf-8")
+        return made[key]
+
+    return make
+
+
+def open_reference(folder, **options):
+    return references.open_reference(str(folder), "cpu", "float32", **options)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_references_score_as_their_plain_pass(make_reference, transformers, name, capsys):
+    """Packed rows and cached prefixes are for models that obey their mask and positions; the others
+    run every input whole, which is said in one line."""
+    folder, shares = make_reference(name), ARCHITECTURES[name][2]
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+
+    def forward(idx, select):
+        return model(idx).logits[select]
+
+    plain = dataclasses.replace(stub(None), forward=forward)
+    pairs = random_pairs(8)[:-3]
+    expected = [direct(plain, a.tolist(), b.tolist()) for a, b in pairs]
+    assert len({round(nats, 2) for nats, _ in expected}) > 20  # the model tells inputs apart
+    candidate = open_reference(folder)
+    said = capsys.readouterr().err
+    for share in (True, False):
+        assert_close(score(candidate, pairs, share=share, max_length=T), expected, 1e-3)
+    assert Scorer(candidate, max_length=T).share == shares
+    assert (said.count("every input is run whole") == 1) != shares
+    assert ("every input is run whole" in candidate.note) != shares
+
+
+@pytest.mark.parametrize("takes", (True, False))
+def test_a_model_that_makes_all_logits_is_read_at_the_right_places(make_reference, monkeypatch,
+                                                                   transformers, takes):
+    """One that takes logits_to_keep and ignores it, and one that does not know it."""
+    folder, pairs = make_reference("llama"), random_pairs(9)[:20]
+    expected = score(open_reference(folder), pairs)
+    kept = transformers.LlamaForCausalLM.forward
+
+    def ignores(self, *args, logits_to_keep=0, **options):
+        return kept(self, *args, **options)
+
+    def does_not_know(self, input_ids, attention_mask=None, position_ids=None, past_key_values=None,
+                      use_cache=None):
+        return kept(self, input_ids, attention_mask=attention_mask, position_ids=position_ids,
+                    past_key_values=past_key_values, use_cache=use_cache)
+
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "forward",
+                        ignores if takes else does_not_know)
+    assert_close(score(open_reference(folder), pairs), expected)
+    assert_close(score(open_reference(folder), pairs, share=False), expected)
+
+
+def test_generation_of_references_sees_its_whole_prompt(make_reference):
+    """Its bos too, which generate() would take for padding."""
+    candidate = open_reference(make_reference("llama"))
+    for prompt in ([0, 5, 9, 12], [7, 0, 0, 3]):
+        assert list(candidate.generate(prompt, 5, 0.0, None)) == greedy_ids(candidate, prompt, 5)
+    drawn = []
+    for seed in (1, 1, 2):
+        generator = torch.Generator().manual_seed(seed)
+        drawn.append(list(candidate.generate([3, 4], 20, 1.0, None, generator)))
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def generation(text, **options):
+    return request(text, options, kind="generate_until")
+
+
+def test_generation_arguments_are_taken_whole_or_refused(binary):
+    lm = harness_lm(binary)
+    greedy, = lm.generate_until([generation("def", until=["zzzz"], max_gen_toks=9)])
+    # An empty stop string stops nothing, as the harness has it.
+    assert lm.generate_until([generation("def", until=["", "zzzz"], max_gen_toks=9)]) == [greedy]
+    assert len(greedy) > 3
+    neutral = {"do_sample": False, "temperature": 0.7, "top_p": 0.9, "num_beams": 1}
+    assert lm.generate_until([generation("def", max_gen_toks=9, **neutral)]) == [greedy]
+    sampled = [lm.generate_until([generation("def", do_sample=True, max_gen_toks=9)])
+               for _ in range(2)]
+    assert sampled[0] == sampled[1] != [greedy]  # at temperature 1, and repeatable
+    for options, said in (({"num_beams": 4}, "num_beams"), ({"repetition_penalty": 1.3}, "repet"),
+                          ({"do_sample": True, "top_p": 0.9}, "top_p"),
+                          ({"do_sample": True, "temperature": 0.0}, "temperature"),
+                          ({"max_gen_toks": T}, "max_gen_toks"), ({"max_gen_toks": 0}, "max_gen")):
+        with pytest.raises(ValueError, match=f"task: .*{said}"):
+            lm.generate_until([generation("def", **{"max_gen_toks": 9, **options})])
+
+
 REAL = os.environ.get("REFERENCE_MODEL")  # what ../shared/eval/make_reference_model.py builds
 
 
