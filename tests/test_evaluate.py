@@ -753,10 +753,10 @@ def test_score_writes_and_prints_the_protocol(make_run, tasks_dir, monkeypatch, 
 
 def test_torchrun_gives_the_same(make_run, tasks_dir, monkeypatch, capsys):
     directory = make_run("binary", step=11)
-    arguments = ["score", str(directory), "--tasks=own_choice,own_page",
+    arguments = ["score", str(directory), "--tasks=own_choice,own_page,own_text",
                  f"--include_path={tasks_dir}", "--device=cpu"]
     call(monkeypatch, *arguments)
-    target = directory / "own_choice+own_page-00000011.json"
+    target = directory / "own_choice+own_page+own_text-00000011.json"
     one = json.loads(target.read_text(encoding="utf-8"))
     done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone",
                            "--nproc_per_node=2", "evaluate.py", *arguments],
@@ -770,9 +770,29 @@ def test_torchrun_gives_the_same(make_run, tasks_dir, monkeypatch, capsys):
     for name, task in one["tasks"].items():
         again = two["tasks"][name]
         assert task["prompts_sha256"] == again["prompts_sha256"]
-        np.testing.assert_allclose(again["docs"]["loglikelihood"], task["docs"]["loglikelihood"],
-                                   atol=1e-4)
+        if name == "own_text":
+            assert again["docs"]["responses"] == task["docs"]["responses"]
+        else:
+            np.testing.assert_allclose(again["docs"]["loglikelihood"],
+                                       task["docs"]["loglikelihood"], atol=1e-4)
     assert not list(directory.glob(".finished*"))
+
+
+def test_jobs_are_shared_out(binary):
+    """Each process does a part, and all have the whole, in order."""
+    done = {0: [], 1: []}
+    for part in (0, 1, 0, 1):  # the second round has what the first did
+        scorer = Scorer(binary)
+        scorer.part, scorer.parts, worked = part, 2, []
+
+        def gather(own, part=part):
+            done[part] = own
+            return [done[0], done[1] or [None] * 3]
+
+        scorer.gather = gather
+        result = scorer.share_out(lambda job, worked=worked: worked.append(job) or -job, range(7))
+        assert worked == list(range(part, 7, 2))
+    assert result == [-job for job in range(7)]
 
 
 def test_missing_data_is_one_line(make_run, tmp_path):
@@ -819,8 +839,25 @@ print('hub offline:', huggingface_hub.constants.HF_HUB_OFFLINE)"""
     (["score", "/no/such/run"], 1, "/no/such/run"),
     (["score", "RUN", "--tasks=piqa", "--data_dir=/no/such"], 1, "/no/such"),
     (["score", "RUN", "--tasks=piqa", "--max_length=65"], 1, "takes 1 to 64"),
-    (["sample", "RUN", "--prompt", ""], 1, "--prompt is empty"),
-    (["sample", "RUN", "--temperature=-1"], 1, "temperature=-1"),
+    (["score", "RUN", "--batch_tokens=-1"], 2, "--batch_tokens: -1; expected 1 or more"),
+    (["score", "RUN", "--batch_tokens=1e4"], 2, "--batch_tokens: 1e4; expected 1 or more"),
+    (["score", "RUN", "--max_length=0"], 2, "--max_length: 0; expected 1 or more"),
+    (["score", "RUN", "--tasks=piqa", "--num_fewshot=-1"], 2, "--num_fewshot: -1; expected 0 or"),
+    (["score", "RUN", "--tasks=piqa", "--limit=0"], 2, "--limit: 0; expected 1 or more"),
+    (["score", "RUN", "--tasks=,"], 2, "--tasks"),
+    (["score", "RUN", "--device=cuda"], 2, "--device: cuda; "),
+    (["score", "RUN", "--device=gpu"], 2, "--device: gpu; expected"),
+    (["probe", "RUN", "--device=cuda:7"], 2, "--device: cuda:7; "),
+    (["probe", "RUN", "--positions=0"], 2, "--positions: 0; expected 1 or more"),
+    (["sample", "RUN", "--prompt", ""], 2, "--prompt is empty"),
+    (["sample", "RUN", "--temperature=-1"], 2, "--temperature: -1; expected 0 or more"),
+    (["sample", "RUN", "--temperature=nan"], 2, "--temperature: nan; expected 0 or more"),
+    (["sample", "RUN", "--temperature=inf"], 2, "--temperature: inf; expected 0 or more"),
+    (["sample", "RUN", "--top_k=0"], 2, "--top_k: 0; expected 1 or more"),
+    (["sample", "RUN", f"--seed={2**64}"], 2, "expected 0 to"),
+    (["sample", "RUN", "--seed=-1"], 2, "--seed: -1; expected 0 or more"),
+    (["sample", "RUN", "--num_samples=0"], 2, "--num_samples: 0; expected 1 or more"),
+    (["sample", "RUN", "--max_new_tokens=-5"], 2, "--max_new_tokens: -5; expected 1 or more"),
     (["export", "RUN", "RUN"], 1, "exists; name a directory"),
     (["import", "RUN", "/tmp/x"], 1, "config.json"),
 ))
@@ -1271,6 +1308,71 @@ def test_generation_arguments_are_taken_whole_or_refused(binary):
                           ({"max_gen_toks": T}, "max_gen_toks"), ({"max_gen_toks": 0}, "max_gen")):
         with pytest.raises(ValueError, match=f"task: .*{said}"):
             lm.generate_until([generation("def", **{"max_gen_toks": 9, **options})])
+
+
+@pytest.fixture(scope="module")
+def llama_with_bos(tokenizer_file, tmp_path_factory):
+    """A folder of a Llama whose bos and eos differ, with a tokenizer that puts the bos in front."""
+    transformers = pytest.importorskip("transformers", reason="transformers is optional")
+    from tokenizers import AddedToken
+    from tokenizers.processors import TemplateProcessing
+    tokenizer, folder = load_tokenizer(tokenizer_file), tmp_path_factory.mktemp("llama") / "hf"
+    tokenizer.add_special_tokens([AddedToken("<s>", special=True), AddedToken("</s>",
+                                                                              special=True)])
+    tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 320)])
+    config = transformers.LlamaConfig(**{**HF_SIZES, "vocab_size": 322, "head_dim": None,
+                                         "bos_token_id": 320, "eos_token_id": 321})
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({
+        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}),
+        encoding="utf-8")
+    return folder
+
+
+def test_bos_and_eos_stay_apart_through_import_and_export(llama_with_bos, tmp_path, transformers):
+    """The one begins, as the tokenizer's template has it, the other stops."""
+    run = huggingface.import_folder(llama_with_bos, tmp_path / "run").parent
+    huggingface.export_checkpoint(run, tmp_path / "again")
+    again = huggingface.import_folder(tmp_path / "again", tmp_path / "run2").parent
+    theirs = harness_lm(open_reference(llama_with_bos))
+    for lm in (harness_lm(open_run(run)), harness_lm(open_reference(tmp_path / "again")),
+               harness_lm(open_run(again))):
+        assert lm.prefix_token_id == 320 == theirs.prefix_token_id
+        for ours, expected in zip(lm.encode_pairs(PAIRS), theirs.encode_pairs(PAIRS)):
+            assert [part.tolist() for part in ours] == [part.tolist() for part in expected]
+    assert load_model(run)[1]["eot_id"] == 321  # what stops generation
+    config = read_json(tmp_path / "again" / "config.json")
+    assert (config["bos_token_id"], config["eos_token_id"]) == (320, 321)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "again")
+    assert (tokenizer.bos_token, tokenizer.eos_token) == ("<s>", "</s>")
+
+
+def test_export_drops_a_template_that_the_model_was_not_trained_with(make_run, tmp_path,
+                                                                     transformers):
+    from tokenizers.processors import TemplateProcessing
+    run = Path(shutil.copytree(make_run("learned"), tmp_path / "run"))
+    tokenizer = load_tokenizer(run / "tokenizer.json")
+    tokenizer.post_processor = TemplateProcessing(single="<|endoftext|> $A",
+                                                  special_tokens=[("<|endoftext|>", 0)])
+    tokenizer.save(str(run / "tokenizer.json"))
+    huggingface.export_checkpoint(run, tmp_path / "hf")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert theirs("The quick")["input_ids"] == open_run(run).encode(["The quick"], True)[0]
+
+
+@pytest.mark.parametrize("input", ("binary", "gf2", "learned"))
+def test_an_imported_checkpoint_has_a_digest(make_run, tmp_path, input):
+    """One flipped bit of its codebook would let two ids share a code."""
+    huggingface.export_checkpoint(make_run(input), tmp_path / "hf")
+    path = huggingface.import_folder(tmp_path / "hf", tmp_path / "run")
+    load_model(path)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match="sha256"):
+        load_model(path)
 
 
 REAL = os.environ.get("REFERENCE_MODEL")  # what ../shared/eval/make_reference_model.py builds
