@@ -322,7 +322,7 @@ def choose_engine(tokenizer):
     if not isinstance(tokenizer, Tokenizer):
         return None, "UTF-16 code units"
     try:
-        return find_twin(tokenizer), f"{FAST}, proven to give the ids that tokenizers gives"
+        return find_twin(tokenizer), f"{FAST}, the same that tokenizers gives"
     except ValueError as error:
         return None, f"tokenizers, since this one has {error}"
 

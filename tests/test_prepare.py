@@ -499,6 +499,23 @@ def test_interrupt_is_one_line(moment, tmp_path, flags):
     assert errors == INTERRUPTED and process.returncode == 1
 
 
+@pytest.mark.parametrize("seconds", [0.02, 0.1, 0.2])
+def test_interrupted_twice_it_still_ends(seconds, tmp_path, flags):
+    parquet(tmp_path / "a.parquet", texts_of(60_000, words=300))
+    process = spawn(*flags(), "--workers=2", stderr=subprocess.PIPE, start_new_session=True)
+    while not is_at_work(process, tmp_path / "out"):
+        assert process.poll() is None
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGINT)
+    time.sleep(seconds)
+    os.killpg(process.pid, signal.SIGINT)
+    try:
+        errors = process.communicate(timeout=20)[1]
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+    assert errors == INTERRUPTED and process.returncode == 1
+
+
 def test_two_runs_at_once_in_one_directory_are_refused(tmp_path, prep):
     parquet(tmp_path / "a.parquet", ["a"])
     (tmp_path / "out").mkdir()

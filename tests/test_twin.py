@@ -2,6 +2,8 @@
 
 import json
 import random
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -136,6 +138,34 @@ def test_long_runs_take_bounded_time(tmp_path, flags):
     result = command(*flags(tokenizer=SMOLLM2), "--workers=2")
     assert result.returncode == 0, result.stderr
     assert len(documents(tmp_path / "out")) == 106 and time.monotonic() - start < 60
+
+
+@needs_shared
+def test_a_hash_hit_is_no_match():
+    """This word has the hash of " not" in splintr, which does not look further."""
+    word = "DLhCQwHGhUQYQsdbBkkfOuypeBJJzZsknQbDJGwJIxxXxto"
+    assert assert_same_ids(SMOLLM2, [f"A page with {word} in it.", f"{word} {word}", word]) > 100
+
+
+@needs_shared
+@pytest.mark.skipif(twin.FAST != "splintr", reason="of its cache")
+def test_a_worker_does_not_keep_long_runs(tmp_path):
+    """Its cache keeps them whole: unbroken runs of 100 kB, and real words between."""
+    code = ("import random, re, sys\n"
+            "from machinery import tokenizer, twin\n"
+            "def resident():\n"
+            "    return int(re.search(r'VmRSS:\\s*(\\d+)', open('/proc/self/status').read())[1])\n"
+            "words, draw = open('README.md').read(), random.Random(0)\n"
+            "smollm2 = tokenizer.load_tokenizer(sys.argv[1])\n"
+            "encode = twin.make_encoder(smollm2, twin.find_twin(smollm2))\n"
+            "for n in range(300):\n"
+            "    encode(words + ''.join(draw.choices('ACGT', k=100_000)))\n"
+            "    if n == 80:\n"
+            "        before = resident()\n"
+            "print(resident() - before)\n")
+    result = subprocess.run([sys.executable, "-c", code, SMOLLM2], cwd=ROOT, capture_output=True,
+                            text=True)
+    assert int(result.stdout) < 40_000, result.stderr
 
 
 def set_normalizer(tokenizer):
