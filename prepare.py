@@ -31,6 +31,7 @@ import multiprocessing
 import os
 import re
 import shutil
+import signal
 import sys
 import threading
 from collections import Counter
@@ -344,7 +345,14 @@ def main():
         os.close(handle)
 
 
+def interrupt(number, frame):
+    """Raise KeyboardInterrupt, but once: a second one would end the wait for the workers."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, interrupt)
     try:
         sys.exit(main())
     except BrokenExecutor:
