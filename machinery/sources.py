@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from machinery.downloads import fetch
+from machinery.downloads import check_hub_file, fetch
 from machinery.files import first_line, sha256_of
 from machinery.shards import count_documents
 
@@ -189,7 +189,9 @@ def fetch_ahead(names, args):
             try:
                 file = fetch(name, f"{args.out}/downloads", args.keep_downloads,
                              in_part=args.max_documents is not None)
-                fetched.set_result((file, source_facts(file)))
+                facts = source_facts(file)
+                check_hub_file(name, file, facts["sha256"])
+                fetched.set_result((file, facts))
             except Exception as error:
                 fetched.set_exception(error)
             ready.put(fetched)

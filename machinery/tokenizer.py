@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from machinery.downloads import fetch
-from machinery.files import first_line, write_whole
+from machinery.downloads import check_hub_file, fetch
+from machinery.files import first_line, sha256_of, write_whole
 
 EOT = "<|endoftext|>"  # SmolLM2's end of text, id 0
 MAX_VOCAB_SIZE = 65_536  # ids are stored as uint16
@@ -149,4 +149,7 @@ def find_tokenizer(name, out, train_texts):
     if not re.fullmatch(r"[^/@]+/[^/@]+@[^/@]+", name):
         raise ValueError(f"--tokenizer={name}: no such file; expected train:N, utf16, a "
                          f"tokenizer.json, or OWNER/REPOSITORY@REVISION such as {SMOLLM2}")
-    return Path(fetch(f"hf://{name}/tokenizer.json", out, keep=True))
+    source = f"hf://{name}/tokenizer.json"
+    path = fetch(source, out, keep=True)
+    check_hub_file(source, path, sha256_of(path))
+    return Path(path)
