@@ -29,7 +29,6 @@ import hashlib
 import itertools
 import multiprocessing
 import os
-import re
 import shutil
 import signal
 import sys
@@ -57,7 +56,14 @@ from machinery.sources import (
     read_rows,
     source_facts,
 )
-from machinery.tokenizer import SMOLLM2, find_eot, find_tokenizer, load_tokenizer, vocab_size
+from machinery.tokenizer import (
+    SMOLLM2,
+    check_name,
+    find_eot,
+    find_tokenizer,
+    load_tokenizer,
+    vocab_size,
+)
 from machinery.twin import FAST, find_twin, make_encoder
 from machinery.workers import run_in_order, start_fork_server
 
@@ -257,9 +263,9 @@ def parse_args():
                        help="with --check: print its size and its documents' lengths")
     args = parser.parse_args()
     embedded = args.source == "stdlib"
-    if not args.tokenizer:
+    if args.tokenizer is None:
         args.tokenizer = "train:3072" if embedded else SMOLLM2
-    if not args.out:
+    if args.out is None:
         name = Path(args.source).name.split(".")[0].replace("*", "")
         args.out = f"data/{name or 'corpus'}"
     if args.val_fraction is None:
@@ -270,14 +276,22 @@ def parse_args():
 
 def check_args(parser, args):
     """End in one line if a flag's value cannot be meant."""
+    for flag in ("source", "text_column", "tokenizer", "out", "check"):
+        if getattr(args, flag) == "":
+            parser.error(f"--{flag}=: expected a value")
     if not 0 <= args.val_fraction < 1:
         parser.error(f"--val_fraction={args.val_fraction}: expected 0 or more and less than 1")
-    if args.shards and not re.fullmatch(r"\d+:\d+", args.shards):
-        parser.error(f"--shards={args.shards}: expected A:B, as in 0:2")
+    first, _, last = (args.shards or "0:1").partition(":")
+    if not (first.isdecimal() and last.isdecimal() and int(first) < int(last)):
+        parser.error(f"--shards={args.shards}: expected A:B with A < B, as in 0:2")
     if args.workers < 1 or (args.max_documents is not None and args.max_documents < 1):
         parser.error("--workers and --max_documents: expected 1 or more")
     if args.stats and not args.check:
         parser.error("--stats goes with --check=DIR")
+    try:
+        check_name(args.tokenizer)
+    except ValueError as error:
+        parser.error(error)
 
 
 def prepare(args):

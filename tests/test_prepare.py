@@ -246,8 +246,10 @@ def test_a_wrong_source_is_one_line(flag, part, tmp_path, monkeypatch, prep):
 
 
 @pytest.mark.parametrize("flag", [
-    "--fraction=1", "--val_fraction=1", "--val_fraction=-1", "--workers=0", "--shards=3", "--stats",
-    "--max_documents=0", "--sourc=a"])
+    "--fraction=1", "--val_fraction=1", "--val_fraction=-1", "--val_fraction=nan", "--workers=0",
+    "--shards=3", "--shards=3:3", "--shards=3:2", "--stats", "--max_documents=0", "--sourc=a",
+    "--tokenizer=train:12", "--tokenizer=train:70000", "--tokenizer=train:", "--out=",
+    "--source=", "--text_column=", "--check="])
 def test_a_wrong_flag_exits_with_2(flag, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["prepare.py", flag])
     with pytest.raises(SystemExit) as error:
@@ -670,6 +672,17 @@ def test_reader_checks_sizes_and_the_index(prepared):
     (prepared / "meta.json").write_text('{"format": 9}')
     with pytest.raises(ValueError, match="format 9; expected 1"):
         read_meta(prepared)
+
+
+def test_a_shard_keeps_nothing_mapped(prepared):
+    """Pages of a mapped file count as memory, and a corpus has hundreds of files."""
+    shards = open_shards(prepared, "train")
+    for shard in shards:
+        tokens, starts = shard.map()
+        shard.verify()
+        assert str(prepared / "train") in Path("/proc/self/maps").read_text()
+        del tokens, starts
+        assert str(prepared / "train") not in Path("/proc/self/maps").read_text()
 
 
 def test_offsets_are_64_bit():

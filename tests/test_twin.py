@@ -291,8 +291,7 @@ def test_truncation_and_padding_of_a_tokenizer_file_are_switched_off(
 
 
 @pytest.mark.parametrize("name, part", [
-    ("missing.json", "no such tokenizer"), ("train:12", "from 258 to 65536"),
-    ("train:70000", "from 258"), ("nonsense", "expected train:N"),
+    ("missing.json", "no such tokenizer"), ("nonsense", "expected train:N"),
     ("OWNER/NAME", "OWNER/REPOSITORY@REVISION"), ("bad.json", "not a tokenizer.json")])
 def test_a_wrong_tokenizer_is_one_line(name, part, tmp_path, monkeypatch, prep):
     monkeypatch.chdir(tmp_path)
@@ -301,6 +300,45 @@ def test_a_wrong_tokenizer_is_one_line(name, part, tmp_path, monkeypatch, prep):
     with pytest.raises((ValueError, FileNotFoundError), match=part) as error:
         prep(tokenizer=name)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("spelling", ["an added token", "a word of the vocabulary"])
+def test_an_end_of_text_that_text_can_spell_is_refused(spelling, tokenizer_path, tmp_path, prep):
+    """Its id would stand inside of documents."""
+    spec = json.loads(Path(tokenizer_path).read_text())
+    if spelling == "an added token":
+        spec["added_tokens"][0]["special"] = False
+    else:
+        spec["added_tokens"] = []
+        spec["model"]["ignore_merges"] = True
+        spec["pre_tokenizer"] = {"type": "ByteLevel", "add_prefix_space": False,
+                                 "trim_offsets": False, "use_regex": False}
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(spec))
+    parquet(tmp_path / "a.parquet", ["a <|endoftext|> b", EOT])
+    with pytest.raises(ValueError, match=r"<\|endoftext\|> in a text becomes id 0") as error:
+        prep(tokenizer=path)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["train:300", "utf16"])
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(b"{}")])
+def test_a_lost_tokenizer_is_made_again(damage, name, tmp_path, prep):
+    parquet(tmp_path / "a.parquet", texts_of(50))
+    out = prep(tokenizer=name)
+    before = contents(out)
+    damage(out / "tokenizer.json")
+    assert contents(prep(tokenizer=name)) == before
+
+
+def test_a_lost_tokenizer_of_other_documents_is_not_replaced(tmp_path, prep):
+    parquet(tmp_path / "a.parquet", texts_of(50))
+    out = prep(tokenizer="train:300")
+    (out / "tokenizer.json").unlink()
+    parquet(tmp_path / "a.parquet", texts_of(90, seed=1))
+    with pytest.raises(ValueError, match="choose another --out"):
+        prep(tokenizer="train:300")
+    assert not (out / "tokenizer.json").exists()
 
 
 def test_utf16_is_lossless(tmp_path, flags, prep):
