@@ -53,8 +53,8 @@ from machinery.sources import (
     count_rows,
     fetch_ahead,
     find_sources,
+    is_same_source,
     read_rows,
-    source_facts,
 )
 from machinery.tokenizer import (
     SMOLLM2,
@@ -312,8 +312,8 @@ def prepare(args):
     meta["tokenizer"] = {"name": args.tokenizer, "vocab_size": vocab_size(tokenizer),
                          "eot_id": find_eot(tokenizer), "sha256": sha256_of(path)}
     if (out / "meta.json").exists():
-        meta = resume(out, meta, source_facts, args.workers)
-    elif not args.max_documents:
+        meta = resume(out, meta, is_same_source, args.workers)
+    if not args.max_documents:
         check_space(meta, args)
     kept = out / "tokenizer.json"
     if not kept.is_file() or kept.read_bytes() != path.read_bytes():

@@ -195,7 +195,7 @@ def test_sources_in_the_downloads_directory_are_the_users(tmp_path, prep):
 
 def test_only_fineweb_edus_shards_are_large(tmp_path, monkeypatch):
     monkeypatch.setattr(sources.shutil, "disk_usage", lambda path: SimpleNamespace(free=100))
-    meta = {"sources": ["hf://datasets/o/d@0/f.parquet"]}
+    meta = {"sources": ["hf://datasets/o/d@0/f.parquet"], "shards": [None]}
     args = SimpleNamespace(source=meta["sources"][0], keep_downloads=False, out=tmp_path)
     sources.check_space(meta, args)
     args.source = "fineweb-edu"
@@ -428,6 +428,57 @@ def test_another_preparation_in_the_same_directory_is_refused(tmp_path, tokenize
     with pytest.raises(ValueError, match="a.parquet: not the file that"):
         prepare_with()
     assert contents(tmp_path / "out") == before
+
+
+def test_more_sources_are_added_to_what_is_done(tmp_path, flags, prep):
+    for name in "abc":
+        parquet(tmp_path / f"{name}.parquet", texts_of(60, seed=name))
+    clean = contents(prep(out="clean"))
+    prep("*.parquet", "--shards=0:1")
+    first = tmp_path / "out/train/00000.bin"
+    made = first.stat().st_mtime_ns
+    prep("*.parquet", "--shards=0:2")
+    assert contents(prep()) == clean and first.stat().st_mtime_ns == made
+    with pytest.raises(ValueError, match="prepared differently; sources"):
+        prep("*.parquet", "--shards=1:3")
+    with pytest.raises(ValueError, match="prepared differently; sources"):
+        prep("*.parquet", "--shards=0:2")
+    assert contents(tmp_path / "out") == clean
+
+
+def test_more_sources_would_train_another_tokenizer(tmp_path, prep):
+    for name in "ab":
+        parquet(tmp_path / f"{name}.parquet", texts_of(60, seed=name))
+    before = contents(prep("*.parquet", "--shards=0:1", tokenizer="train:300"))
+    with pytest.raises(ValueError, match="prepared differently; sources"):
+        prep(tokenizer="train:300")
+    assert contents(tmp_path / "out") == before
+
+
+def test_what_is_done_is_known_by_size_and_time(tmp_path, monkeypatch, prep):
+    """To hash it all for nothing would read hundreds of GB."""
+    parquet(tmp_path / "a.parquet", texts_of(60))
+    out = prep()
+    time.sleep(0.02)
+    (out / "meta.json").write_bytes((out / "meta.json").read_bytes())
+    hashed = []
+
+    def sha256_of(*paths, read=sources.sha256_of):
+        hashed.extend(Path(path).name for path in paths)
+        return read(*paths)
+
+    for module in (sources, shard_format):
+        monkeypatch.setattr(module, "sha256_of", sha256_of)
+    prep()
+    assert not hashed
+    run(f"--check={out}")
+    assert hashed == ["00000.bin", "00000.idx"]
+    source = (tmp_path / "a.parquet").read_bytes()
+    (tmp_path / "b.parquet").write_bytes(source[:100] + b"x" + source[101:])
+    os.utime(tmp_path / "b.parquet", (0, 0))  # an old file under the name of the source
+    (tmp_path / "b.parquet").replace(tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match="a.parquet: not the file that"):
+        prep()
 
 
 # Nothing lost
