@@ -120,13 +120,11 @@ def clean_text(text):
         return None, "null"
     if isinstance(text, bytes):
         text = text.decode("utf-8", "replace")
-    if not isinstance(text, str):
-        return None, "not text"
-    if not text:
-        return None, "empty"
-    if not text.isascii():
+    elif isinstance(text, str) and not text.isascii():
         text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-    return text, None
+    elif not isinstance(text, str):
+        return None, "not text"
+    return (text, None) if text else (None, "empty")
 
 
 def is_held_out(key, text, seed, fraction):
@@ -157,7 +155,7 @@ def start_worker(tokenizer_path, twin, eot_id, split_seed, val_fraction):
         threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     worker = SimpleNamespace(encode=make_encoder(load_tokenizer(tokenizer_path), twin),
-                             end_of_text=np.array([eot_id], np.uint32),
+                             end_of_text=np.array([eot_id], "<u2"),
                              split_seed=split_seed, val_fraction=val_fraction)
 
 
@@ -183,12 +181,7 @@ def encode_rows(rows):
         arrays[split] += (ids, worker.end_of_text)
         lengths[split].append(len(ids) + 1)
         n_bytes[split] += len(text.encode())
-    return skipped, [(join_ids(arrays[split]), lengths[split], n_bytes[split]) for split in SPLITS]
-
-
-def join_ids(arrays):
-    """Return arrays of ids as the bytes of one uint16 little-endian array."""
-    return np.concatenate(arrays).astype("<u2").tobytes() if arrays else b""
+    return skipped, [(b"".join(arrays[split]), lengths[split], n_bytes[split]) for split in SPLITS]
 
 
 def write_shards(meta, settings, args):

@@ -5,6 +5,7 @@ prepare.py encodes with the function that make_encoder returns.
 
 import base64
 import json
+import re
 
 import numpy as np
 import tiktoken
@@ -35,6 +36,8 @@ PATTERNS = [
     ([DIGITS, BYTE_LEVEL],
      r"(?: ?\p{L}+|'(?:[sdmt]|ll|ve|re)|\p{N}| ?[^\s\p{L}\p{N}]+)|\s+(?![^\s\p{N}])|\s+"),
 ]
+LONE_NEWLINE = re.compile(r"[!-~]\n(?=[!-~])")
+PART_CHARACTERS = 1 << 20  # of a text, encoded at a time
 CACHED_CHARACTERS = 8 << 20  # of text, after which splintr's cache is emptied
 NOT_PLAIN_BPE = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "ignore_merges")
 
@@ -118,7 +121,7 @@ def compare_characters(tokenizer, twin):
 
 
 def make_encoder(tokenizer, twin=None):
-    """Return the function from a text to its ids, an integer array; None for a text without ids.
+    """Return the function from a text to its ids, uint16 [n]; None for a text without ids.
 
     With a twin (see find_twin) they come from the fast engine. Only Utf16 knows texts without ids.
     """
@@ -128,22 +131,38 @@ def make_encoder(tokenizer, twin=None):
     def plain(text):
         # encode_batch_fast, because encode also finds each token's place in the text
         encoding = tokenizer.encode_batch_fast([text], add_special_tokens=False)[0]
-        return np.array(encoding.ids, np.uint32)
+        return np.array(encoding.ids, "<u2")
 
     if twin is None:
         return plain
     encode = splintr_encoder(*twin) if FAST == "splintr" else tiktoken_encoder(*twin)
 
-    def fast(text):
+    def encode_part(text):
         """Return the ids by the fast engine; by tokenizers where that cannot, or must not."""
         try:
             ids = encode(text)
         except ValueError:
             return plain(text)
         # An id over 65,535 is a byte without a token, which tokenizers drops.
-        return ids if ids.max(initial=0) < MAX_VOCAB_SIZE else plain(text)
+        return ids.astype("<u2") if ids.max(initial=0) < MAX_VOCAB_SIZE else plain(text)
 
-    return fast
+    return lambda text: np.concatenate([encode_part(part) for part in cut(text)])
+
+
+def cut(text):
+    """Yield a long text in parts, whose ids one after another are those of the whole.
+
+    To encode it takes many times its size. A lone newline between two visible ASCII characters is a
+    piece of its own for each of PATTERNS, and none of them looks back; so each part ends with one.
+    """
+    start = 0
+    while len(text) - start > PART_CHARACTERS:
+        end = LONE_NEWLINE.search(text, start + PART_CHARACTERS)
+        if not end:
+            break
+        yield text[start:end.end()]
+        start = end.end()
+    yield text[start:]
 
 
 def encode_utf16(text):
@@ -166,6 +185,15 @@ def splintr_encoder(pattern, ranks):
         token_bytes[i] = token
     n_cached = 0
 
+    def spells(ids, text):
+        at = 0
+        for start in range(0, len(ids), 1 << 14):  # join takes a hundred bytes a token
+            part = b"".join(token_bytes[ids[start:start + (1 << 14)]])
+            if not text.startswith(part, at):
+                return False
+            at += len(part)
+        return at == len(text)
+
     def encode(text):
         nonlocal n_cached
         n_cached += len(text)
@@ -173,7 +201,7 @@ def splintr_encoder(pattern, ranks):
             engine.clear_cache()
             n_cached = 0
         ids = np.frombuffer(engine.encode_flat(text), np.uint32)
-        if b"".join(token_bytes[ids]) != text.encode():
+        if not spells(ids, text.encode()):
             raise ValueError("the ids of another text")
         return ids
 

@@ -332,8 +332,8 @@ def test_max_documents_holds_for_training_a_tokenizer_too(tmp_path, prep):
     assert sum(len(documents(out, split)) for split in SPLITS) == 15
 
 
-def test_memory_does_not_grow_with_the_file(tmp_path):
-    """A row group of 40 MB and one of 160 MB: the main process and its workers stay as they are."""
+def peak_memory(tmp_path, *flags):
+    """Run prepare.py; return the most memory, in MiB, of the main process and of a worker."""
     # VmHWM, because ru_maxrss counts what this process had when it made that one; without the
     # stats, because they map the shards, and pages of a mapped file would count too.
     (tmp_path / "measure.py").write_text(
@@ -344,6 +344,15 @@ def test_memory_does_not_grow_with_the_file(tmp_path):
         "    status = open('/proc/self/status').read()\n"
         "    workers = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss\n"
         "    print(re.search(r'VmHWM:\\s*(\\d+)', status)[1], workers)\n")
+    result = subprocess.run([sys.executable, tmp_path / "measure.py", *flags], timeout=100,
+                            capture_output=True, text=True,
+                            env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert result.returncode == 0, result.stderr
+    return [int(kilobytes) / 1024 for kilobytes in result.stdout.split("\n")[-2].split()]
+
+
+def test_memory_does_not_grow_with_the_file(tmp_path):
+    """A row group of 40 MB and one of 160 MB: the main process and its workers stay as they are."""
     peaks = []
     for n in (20, 80):
         path = tmp_path / f"{n}.parquet"
@@ -351,15 +360,23 @@ def test_memory_does_not_grow_with_the_file(tmp_path):
         table = pa.table({"text": [word * (2_000_000 // 6) for word in words]})
         pq.write_table(table, path, row_group_size=n, use_dictionary=False, write_batch_size=1,
                        compression="none")  # pages of 1 MB
-        result = subprocess.run(
-            [sys.executable, tmp_path / "measure.py", f"--source={path}", "--tokenizer=utf16",
-             f"--out={tmp_path}/{n}", "--workers=2"],
-            capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=100)
-        assert result.returncode == 0, result.stderr
-        peaks.append([int(kilobytes) / 1024 for kilobytes in result.stdout.split("\n")[-2].split()])
+        peaks.append(peak_memory(tmp_path, f"--source={path}", "--tokenizer=utf16",
+                                 f"--out={tmp_path}/{n}", "--workers=2"))
         path.unlink()
     for before, after in zip(*peaks):
         assert after < before + 60 and after < 350, f"MiB: {peaks}"
+
+
+def test_a_document_takes_a_few_times_its_size(tmp_path, flags):
+    """Four of them for the text alone, where a character beyond the first 65,536 is in it."""
+    peaks = []
+    for size in (1, 25):
+        text = ("\n".join(texts_of(500, words=100)) + "🙂\n") * (10 * size)
+        (tmp_path / f"{size}.txt").write_text(text)
+        asked = flags(f"{size}.txt", out=size)
+        peaks.append(peak_memory(tmp_path, *asked, "--workers=1")[0])
+    grown = (tmp_path / "25.txt").stat().st_size - (tmp_path / "1.txt").stat().st_size
+    assert peaks[1] - peaks[0] < 9 * grown / 2**20, f"MiB: {peaks}, for {grown / 2**20:.0f} more"
 
 
 # Split

@@ -7,7 +7,6 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 from preparing import (
     ROOT,
@@ -138,6 +137,17 @@ def test_long_runs_take_bounded_time(tmp_path, flags):
     result = command(*flags(tokenizer=SMOLLM2), "--workers=2")
     assert result.returncode == 0, result.stderr
     assert len(documents(tmp_path / "out")) == 106 and time.monotonic() - start < 60
+
+
+@pytest.mark.parametrize("characters", [1, 7, 100])
+def test_the_ids_of_parts_are_those_of_the_whole(characters, tokenizer_path, monkeypatch):
+    monkeypatch.setattr(twin, "PART_CHARACTERS", characters)
+    draw, texts = random.Random(9), HARD + random_texts(600, seed=7)
+    draw.shuffle(texts)
+    joined = ["\n".join(texts[i:i + 9]) for i in range(0, len(texts), 9)]
+    joined += ["a\nb\n\nc \n d\n1\n'll\n\t2\n", "x\n" * 50]
+    assert sum(len(list(twin.cut(text))) for text in joined) > len(joined)
+    assert_same_ids(tokenizer_path, joined)
 
 
 @needs_shared
@@ -372,9 +382,3 @@ def test_the_alphabet_is_tokenizers_own():
     text = (ROOT / "prepare.py").read_text() + "é漢🙂"
     [(spelled, _)] = pre_tokenizers.ByteLevel(False, use_regex=False).pre_tokenize_str(text)
     assert bytes(twin.BYTES[character] for character in spelled) == text.encode()
-
-
-def test_joined_ids_are_little_endian_uint16():
-    from prepare import join_ids
-    ids = join_ids([np.array([1, 0xFFFF], np.uint32), np.array([2], np.uint32)])
-    assert ids == b"\x01\x00\xff\xff\x02\x00" and join_ids([]) == b""
