@@ -1,32 +1,31 @@
 """Train one decoder: everything equal but the input interface.
 
-    python train.py --input=binary                                  a laptop CPU, minutes (preset smoke)
-    torchrun --standalone --nproc_per_node=2 train.py               the paper's run on two GPUs (preset paper)
-    torchrun --nnodes=4 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500 train.py --micro_batch=4
-    python train.py --preset=paper --input=gf2 --dry_run            parameters, memory, FLOPs and time; no data needed
-    python train.py --sweep="input=learned,binary;seed=1,2,3"       every combination, one run after the other
-    python train.py --input=binary --resume                         continue, bit for bit, where the last checkpoint is
+    python train.py --input=binary                              a laptop CPU, minutes (preset smoke)
+    torchrun --standalone --nproc_per_node=2 train.py           the paper's run (preset paper)
+    torchrun --nnodes=4 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500 train.py
+    python train.py --preset=paper --input=gf2 --dry_run        its memory, FLOPs and time; no data
+    python train.py --sweep="input=learned,binary;seed=1,2,3"   every combination, one by one
+    python train.py --input=binary --resume                     continue the last checkpoint exactly
 
-The training data are a pure function: window w of stream s depends on (seed, s, w) and nothing else, so a resume, another
-number of processes, another micro-batch or more evaluations cannot change what is learned from. The number of streams
-(two, as in the paper) belongs to the experiment, the number of processes to the machine.
+The training data are a pure function: window w of stream s depends on (seed, s, w) and nothing
+else, so a resume, another number of processes, another micro-batch or more evaluations cannot
+change what is learned from. The number of streams (two, as in the paper) belongs to the experiment,
+the number of processes to the machine.
 
-SIGTERM, SIGINT and SIGUSR1 end a run after the current update, with a checkpoint and exit code 75: --resume continues it. Under
-torchrun give the save time (--shutdown_timeout=600) and pass SIGUSR1 on (--signals_to_handle=SIGTERM,SIGINT,SIGUSR1).
+SIGTERM, SIGINT and SIGUSR1 end a run after the current update, with a checkpoint and exit code 75:
+--resume continues it. Under torchrun give the save time (--shutdown_timeout=600) and pass SIGUSR1
+on (--signals_to_handle=SIGTERM,SIGINT,SIGUSR1).
 Exit codes: 0 done, 1 wrong data or a failure, 2 a wrong flag, 75 stopped by a signal.
 
-Reads data/NAME (made by prepare.py, which runs first). Writes out/PRESET-INPUT-sSEED: config.json, log.jsonl, tokenizer.json
-and step-*.pt. Units: losses in nats per target; a target is one predicted token; a step is one update of the weights.
+Reads data/NAME (made by prepare.py, which runs first). Writes out/PRESET-INPUT-sSEED: config.json,
+log.jsonl, tokenizer.json and step-*.pt. Units: losses in nats per target; a target is one predicted
+token; a step is one update of the weights.
 """
 
 import contextlib
 import functools
-import json
 import math
-import os
 import sys
-import time
-import traceback
 from dataclasses import asdict
 from pathlib import Path
 
@@ -37,71 +36,76 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from machinery.checkpoints import (
-    gather_state,
-    hash_tensors,
-    load_run,
-    save_checkpoint,
-    scatter_state,
-)
+from machinery.checkpoints import facts_of, load_run, save_run, scatter_state
 from machinery.costs import print_costs, print_model
-from machinery.files import write_whole
 from machinery.machine import (
     all_reduce_max,
     catch_signals,
-    open_tensorboard,
-    peak_flops,
-    peak_memory_gb,
+    exit_with,
+    launched_processes,
+    speaker,
     start_processes,
-    start_profiler,
 )
+from machinery.reports import Reporter
 from machinery.runs import (
     claim_run,
     cut_log,
     data_fingerprint,
     experiment_of,
     list_checkpoints,
-    write_row,
+    record_run,
 )
-from machinery.settings import model_config, parse_args, split_update
+from machinery.settings import model_config, parse_args, with_micro_batch
 from machinery.shards import open_shards, read_meta
 from machinery.sweep import run_sweep
 from machinery.tokenizer import load_tokenizer, token_bytes
-from model import Decoder, FixedCodes
+from model import Decoder
 
 # Each preset with its result as measured, or "not run".
 PRESETS = {
-    # 2.4M parameters, 2M targets, 2.5 minutes on 2 CPU cores: held-out loss 4.12 for binary (interpolated bigram: 4.35).
+    # 2.4M parameters, 2M targets, 2.5 minutes on 2 CPU cores: held-out loss 4.12 for binary
+    # (interpolated bigram: 4.35).
     "smoke": dict(
-        data="data/stdlib", vocab_size=3072, block_size=256, n_layer=4, n_head=4, n_embd=192, n_ffn=512,
-        tokens_per_step=2048, micro_batch=8, max_lr=4e-3, min_lr=4e-4, warmup_steps=50, decay_steps=0, max_targets=2_000_000,
-        eval_windows=64, eval_every=200, save_every=200, log_every=20, checkpoint_activations="none"),
-    # The paper: 1.71B trainable parameters (fixed codes), 100B targets, 805 GPU-hours at 40 % of an H200's peak. Not run.
+        data="data/stdlib", vocab_size=3072, block_size=256, n_layer=4, n_head=4, n_embd=192,
+        n_ffn=512, tokens_per_step=2048, micro_batch=8, max_targets=2_000_000,
+        max_lr=4e-3, min_lr=4e-4, warmup_steps=50, decay_steps=0,
+        eval_windows=64, eval_every=200, save_every=200, log_every=20,
+        checkpoint_activations="none"),
+    # The paper: 1.71B trainable parameters (fixed codes), 100B targets, 805 GPU-hours at 40 % of an
+    # H200's peak. Not run.
     "paper": dict(
-        data="data/fineweb-edu", vocab_size=49_152, block_size=2048, n_layer=24, n_head=32, n_embd=2048, n_ffn=8192,
-        tokens_per_step=262_144, micro_batch=8, max_lr=1.5e-4, min_lr=1e-5, warmup_steps=2000, decay_steps=382_500,
-        max_targets=100_000_000_000, eval_windows=1024, eval_every=1000, save_every=500, log_every=10,
+        data="data/fineweb-edu", vocab_size=49_152, block_size=2048, n_layer=24, n_head=32,
+        n_embd=2048, n_ffn=8192, tokens_per_step=262_144, micro_batch=8,
+        max_targets=100_000_000_000,
+        max_lr=1.5e-4, min_lr=1e-5, warmup_steps=2000, decay_steps=382_500,
+        eval_windows=1024, eval_every=1000, save_every=500, log_every=10,
         checkpoint_activations="block"),
-    # The predecessor (arXiv 2605.09751): 536,870,912 values in matrices and table. Its recipe is not public: the paper's here. Not run.
+    # The predecessor (arXiv 2605.09751): 536,870,912 values in matrices and table. Its recipe is
+    # not public: the paper's here. Not run.
     "predecessor": dict(
-        data="data/predecessor", vocab_size=65_536, block_size=1024, n_layer=32, n_head=32, n_embd=1024, n_ffn=4096, ffn="gelu",
-        tokens_per_step=262_144, micro_batch=8, max_lr=1.5e-4, min_lr=1e-5, warmup_steps=2000, decay_steps=0,
-        max_targets=16_500_000_000, eval_windows=1024, eval_every=1000, save_every=500, log_every=10, checkpoint_activations="block"),
-    # One id per UTF-16 code unit, 3,500 targets/s on 2 CPU cores: python prepare.py --tokenizer=utf16 --out=data/stdlib-utf16
+        data="data/predecessor", vocab_size=65_536, block_size=1024, n_layer=32, n_head=32,
+        n_embd=1024, n_ffn=4096, ffn="gelu", tokens_per_step=262_144, micro_batch=8,
+        max_targets=16_500_000_000,
+        max_lr=1.5e-4, min_lr=1e-5, warmup_steps=2000, decay_steps=0,
+        eval_windows=1024, eval_every=1000, save_every=500, log_every=10,
+        checkpoint_activations="block"),
+    # One id per UTF-16 code unit, 3,500 targets/s on 2 CPU cores; its data:
+    # python prepare.py --tokenizer=utf16 --out=data/stdlib-utf16
     "predecessor-smoke": dict(
-        data="data/stdlib-utf16", vocab_size=65_536, block_size=256, n_layer=4, n_head=4, n_embd=128, n_ffn=512, ffn="gelu",
-        tokens_per_step=4096, micro_batch=16, max_lr=3e-3, min_lr=3e-4, warmup_steps=50, decay_steps=0, max_targets=1_000_000,
-        eval_windows=64, eval_every=100, save_every=250, log_every=10, checkpoint_activations="none"),
+        data="data/stdlib-utf16", vocab_size=65_536, block_size=256, n_layer=4, n_head=4,
+        n_embd=128, n_ffn=512, ffn="gelu", tokens_per_step=4096, micro_batch=16,
+        max_targets=1_000_000,
+        max_lr=3e-3, min_lr=3e-4, warmup_steps=50, decay_steps=0,
+        eval_windows=64, eval_every=100, save_every=250, log_every=10,
+        checkpoint_activations="none"),
 }
 BETAS, EPS, WEIGHT_DECAY, GRAD_CLIP = (0.9, 0.95), 1e-8, 0.01, 1.0  # the paper, "Training"
 STOPPED = 75  # exit code after a signal (EX_TEMPFAIL of sysexits.h: try again)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Schedule
-
 def learning_rate(step, max_lr, min_lr, warmup_steps, decay_steps):
-    """Return the learning rate of update number step (the first is 1): linear warm-up, then a cosine to min_lr, then min_lr.
+    """Return the learning rate of update number step (the first is 1): linear warm-up, then a
+    cosine to min_lr, then min_lr.
 
     >>> learning_rate(1, 1.5e-4, 1e-5, 2000, 382_500)
     7.5e-08
@@ -114,8 +118,7 @@ def learning_rate(step, max_lr, min_lr, warmup_steps, decay_steps):
     return min_lr + 0.5 * (1 + math.cos(math.pi * progress)) * (max_lr - min_lr)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Sampler: no state, hence nothing to save and nothing to restore
+# --- The sampler: no state, hence nothing to save and nothing to restore
 
 WINDOWS, SHARD_ORDER = 0, 1  # what a random sequence is for
 
@@ -123,49 +126,65 @@ WINDOWS, SHARD_ORDER = 0, 1  # what a random sequence is for
 def uniforms(seed, stream, purpose, index, n):
     """Return n floats, uniform in [0, 1), that depend on these five numbers alone: float64 [n].
 
-    Philox is a counter-based generator: (seed, stream) is its key, (purpose, index) the place in its sequence. Its raw
-    output is fixed for all numpy versions (NEP 19); the methods of numpy's Generator are not.
+    Philox is a counter-based generator: (seed, stream) is its key, (purpose, index) the place in
+    its sequence. Its raw output is fixed for all numpy versions (NEP 19); the methods of numpy's
+    Generator are not.
     """
-    philox = np.random.Philox(key=np.array([seed, stream], np.uint64), counter=np.array([0, index, purpose, 0], np.uint64))
-    return (philox.random_raw(n) >> np.uint64(11)) * 2.0**-53
+    key, counter = np.array([seed, stream], np.uint64), np.array([0, index, purpose, 0], np.uint64)
+    bits = np.random.Philox(key=key, counter=counter).random_raw(n)
+    return (bits >> np.uint64(11)) * 2.0**-53
 
 
 class WindowSampler:
-    """Draws training windows of T + 1 tokens as the paper does ("Data"): a stream visits the shards in turn, in a new order
-    each pass, and draws windows_per_visit windows on each visit: a uniform document of more than T tokens, then a uniform
-    start in it, with replacement. No window crosses a document.
+    """Draws training windows of T + 1 tokens as the paper does ("Data"): a stream visits the shards
+    in turn, in a new order each pass, and draws windows_per_visit windows on each visit: a uniform
+    document of more than T tokens, then a uniform start in it, with replacement. No window crosses
+    a document.
 
     Args:
-        shards: prepare.Shard list; those without a document of more than T tokens are never visited.
+        shards: list of shards.Shard; one without a document of more than T tokens is never visited.
         windows_per_visit: 8192 in the paper (1024 micro-batches of 8).
     Raises ValueError if no document is long enough.
     """
 
     def __init__(self, shards, block_size, seed, windows_per_visit):
         self.shards = [shard for shard in shards if shard.longest > block_size]
-        self.block_size, self.seed, self.windows_per_visit = block_size, seed, windows_per_visit
+        self.block_size, self.seed = block_size, seed
+        self.windows_per_visit = windows_per_visit
         self.visits = {}  # stream -> (visit, tokens, starts): each stream keeps one shard mapped
         if not self.shards:
+            documents = sum(shard.documents for shard in shards)
             longest = max((shard.longest for shard in shards), default=0)
-            raise ValueError(f"block_size={block_size}: no document has more than {block_size} tokens "
-                             f"(the longest of {sum(s.documents for s in shards):,} has {longest:,}); a smaller --block_size would do")
+            raise ValueError(f"block_size={block_size}: no document has more than {block_size} "
+                             f"tokens (the longest of {documents:,} has {longest:,}); a smaller "
+                             "--block_size would do")
 
     def visit(self, stream, visit):
-        """Return (tokens uint16 [n_tokens], starts int64 [windows_per_visit]) of a stream's visit."""
-        if self.visits.get(stream, (None,))[0] != visit:
-            n, T = len(self.shards), self.block_size
-            order = uniforms(self.seed, stream, SHARD_ORDER, visit // n, n).argsort()
-            tokens, starts = self.shards[order[visit % n]].map()  # mapped anew: a long-lived mapping looks like a leak
-            lengths = np.diff(starts)
-            eligible = np.flatnonzero(lengths > T)
-            which, where = uniforms(self.seed, stream, WINDOWS, visit, 2 * self.windows_per_visit).reshape(2, -1)
-            documents = eligible[(which * len(eligible)).astype(np.int64)]
-            # A document of n tokens has n - T windows, at 0 to n - T - 1; the last target of the last one is its last token.
-            self.visits[stream] = visit, tokens, starts[documents] + (where * (lengths[documents] - T)).astype(np.int64)
-        return self.visits[stream][1:]
+        """Return (tokens uint16 [n_tokens], starts int64 [windows_per_visit]) of a visit."""
+        latest, tokens, starts = self.visits.get(stream, (None, None, None))
+        if latest != visit:
+            tokens, starts = self.open_visit(stream, visit)
+            self.visits[stream] = visit, tokens, starts
+        return tokens, starts
+
+    def open_visit(self, stream, visit):
+        n, T = len(self.shards), self.block_size
+        order = uniforms(self.seed, stream, SHARD_ORDER, visit // n, n).argsort()
+        shard = self.shards[order[visit % n]]
+        tokens, starts = shard.map()  # mapped anew: a long-lived mapping looks like a leak
+        lengths = np.diff(starts)
+        eligible = np.flatnonzero(lengths > T)
+        draws = uniforms(self.seed, stream, WINDOWS, visit, 2 * self.windows_per_visit)
+        which, where = draws.reshape(2, -1)
+        documents = eligible[(which * len(eligible)).astype(np.int64)]
+        # A document of n tokens has n - T windows, at 0 to n - T - 1; the last target of the last
+        # one is its last token.
+        offsets = (where * (lengths[documents] - T)).astype(np.int64)
+        return tokens, starts[documents] + offsets
 
     def batch(self, rows):
-        """Return (inputs, targets), int64 (B, T) each, of windows [(stream, w), ...]; targets are shifted by one."""
+        """Return (inputs, targets), int64 (B, T) each, of windows [(stream, w), ...]; targets are
+        shifted by one."""
         windows = np.empty((len(rows), self.block_size + 1), np.int64)
         for i, (stream, w) in enumerate(rows):
             tokens, starts = self.visit(stream, w // self.windows_per_visit)
@@ -176,115 +195,17 @@ class WindowSampler:
 
 
 def rank_rows(step, windows_per_step, streams, rank, world_size):
-    """Return the windows [(stream, w), ...] that a process takes of the update after `step` updates.
+    """Return the windows [(stream, w), ...] that a process takes of the update after `step`.
 
-    The global batch is the streams one after the other, and is cut into world_size equal parts: with two streams and two
-    processes each has its own stream, as in the paper.
+    The global batch is the streams one after the other, and is cut into world_size equal parts:
+    with two streams and two processes each has its own stream, as in the paper.
     """
     per_stream, per_rank = windows_per_step // streams, windows_per_step // world_size
-    return [(row // per_stream, step * per_stream + row % per_stream) for row in range(rank * per_rank, (rank + 1) * per_rank)]
+    rows = range(rank * per_rank, (rank + 1) * per_rank)
+    return [(row // per_stream, step * per_stream + row % per_stream) for row in rows]
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Optimizer and loss
-
-def build_optimizer(model, max_lr):
-    """Return AdamW with the paper's two groups: matrices (table and head included) decay, vectors do not."""
-    parameters = list(model.parameters())
-    return torch.optim.AdamW([
-        dict(params=[p for p in parameters if p.dim() >= 2], weight_decay=WEIGHT_DECAY),
-        dict(params=[p for p in parameters if p.dim() < 2], weight_decay=0.0),
-    ], lr=max_lr, betas=BETAS, eps=EPS, fused=True)
-
-
-def load_validation(args, rank, world_size, say):
-    """Return this process's part of the fixed validation windows, (inputs, targets, bytes of text per target); None if there
-    are none. They depend on the data alone, not on the seed, so the losses of any two runs can be compared."""
-    shards = [shard for shard in open_shards(args.data, "val") if shard.longest > args.block_size]
-    if not shards:
-        say(f"no evaluation: {args.data} has no validation document of more than {args.block_size} tokens")
-        return None
-    sampler = WindowSampler(shards, args.block_size, seed=0, windows_per_visit=-(-args.eval_windows // len(shards)))
-    inputs, targets = sampler.batch([(0, w) for w in range(args.eval_windows)])
-    sizes = token_bytes(load_tokenizer(Path(args.data) / "tokenizer.json"))
-    bytes_per_target = sizes[targets.numpy()].mean().item()
-    # Equal shares, for a sharded model runs everywhere or nowhere: rows that fill up are not counted.
-    rows = torch.arange(rank, -(-len(inputs) // world_size) * world_size, world_size)
-    return inputs[rows % len(inputs)], targets[rows % len(inputs)].where(rows[:, None] < len(inputs), -1), bytes_per_target
-
-
-@torch.no_grad()
-def evaluate(model, inputs, targets, micro_batch, autocast):
-    """Return the mean loss over the windows that all processes hold, in nats per target: a sum over a count, not a mean of
-    means, so that it is the same for any split of the windows."""
-    device = model.lm_head.weight.device
-    total = torch.tensor([0.0, (targets >= 0).sum().item()], dtype=torch.float64, device=device)
-    model.eval()
-    for x, y in zip(inputs.split(micro_batch), targets.split(micro_batch)):
-        with autocast:
-            total[0] += model(x.to(device), y.to(device))[1].double() * (y >= 0).sum().item()
-    model.train()
-    if dist.is_initialized():
-        dist.all_reduce(total)
-    return (total[0] / total[1]).item()
-
-
-def unigram_entropy(shards, vocab_size, limit=50_000_000):
-    """Return the entropy in nats of the token frequencies in the first `limit` training tokens: what a model reaches that
-    knows how often each token occurs and nothing else."""
-    counts = np.zeros(vocab_size, np.int64)
-    for shard in shards:
-        counts += np.bincount(shard.map()[0][:limit - counts.sum()], minlength=vocab_size)[:vocab_size]
-        if counts.sum() >= limit:
-            break
-    p = counts[counts > 0] / counts.sum()
-    return -(p * np.log(p)).sum().item()
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Checkpoints and logs
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Machine
-
-
-def compile_model(model):
-    """Compile the blocks, one program for all, the last norm and the loss. In place: names stay plain, and gradients come
-    block by block."""
-    for block in model.model.layers:
-        block.compile()
-    model.model.norm.compile()
-    model.loss = torch.compile(model.loss)
-
-
-def parallelize(model, args, device):
-    """Return what runs the training steps: model itself, or DDP around it. With fsdp model's own parameters become shards."""
-    if args.compile:
-        compile_model(model)
-    if not dist.is_initialized():
-        return model.to(device)
-    if args.parallel == "ddp":  # codes are constants that every process made alike: no buffer to broadcast
-        return DistributedDataParallel(model.to(device), forward_sync_buffers=False, gradient_as_bucket_view=True)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if args.dtype == "bfloat16" else None,
-                                  reduce_dtype=torch.float32, cast_forward_inputs=False)  # the residual stream stays float32
-    mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
-    for module in (*model.model.layers, model):
-        fully_shard(module, mesh=mesh, mp_policy=policy)
-    return model.to(device)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# What a run costs, before it runs
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Command line
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The run
-
+# --- The data of a run, and the held-out loss
 
 def open_data(args, rank, world_size, say):
     """Return (meta, sampler, load_validation(...)) and print what an update is made of.
@@ -292,49 +213,154 @@ def open_data(args, rank, world_size, say):
     Raises ValueError: what can be wrong with the data shows before anything is built or written.
     """
     meta = read_meta(args.data)
-    if (found := meta["tokenizer"]["vocab_size"]) != args.vocab_size:
-        raise ValueError(f"vocab_size={args.vocab_size}, but {args.data} has {found}; give --vocab_size={found} or another --data")
-    accumulation = split_update(args, world_size)
+    found = meta["tokenizer"]["vocab_size"]
+    if found != args.vocab_size:
+        raise ValueError(f"vocab_size={args.vocab_size}, but {args.data} has {found}; "
+                         f"give --vocab_size={found} or another --data")
     shards = open_shards(args.data, "train")
     sampler = WindowSampler(shards, args.block_size, args.seed, args.windows_per_visit)
     validation = load_validation(args, rank, world_size, say)
-    entropy = unigram_entropy(shards, args.vocab_size)
-    say(f"data {args.data}: {sum(s.documents for s in shards):,} documents, {sum(s.tokens for s in shards):,} tokens in "
-        f"{len(shards)} shards; unigram entropy {entropy:.4f} nats, uniform {math.log(args.vocab_size):.4f}")
-    say(f"update: micro_batch {args.micro_batch} x context {args.block_size} x accumulation {accumulation} x processes "
-        f"{world_size} = {args.tokens_per_step:,} targets; {args.steps:,} updates = {args.steps * args.tokens_per_step:,} targets")
+    documents, tokens = sum(s.documents for s in shards), sum(s.tokens for s in shards)
+    say(f"data {args.data}: {documents:,} documents, {tokens:,} tokens in {len(shards)} shards; "
+        f"unigram entropy {unigram_entropy(shards, args.vocab_size):.4f} nats, "
+        f"uniform {math.log(args.vocab_size):.4f}")
+    say(f"update: micro_batch {args.micro_batch} x context {args.block_size} x accumulation "
+        f"{args.accumulation} x processes {world_size} = {args.tokens_per_step:,} targets; "
+        f"{args.steps:,} updates = {args.steps * args.tokens_per_step:,} targets")
     return meta, sampler, validation
 
 
+def unigram_entropy(shards, vocab_size, limit=50_000_000):
+    """Return the entropy in nats of the token frequencies in the first `limit` training tokens:
+    what a model reaches that knows how often each token occurs and nothing else."""
+    counts = np.zeros(vocab_size, np.int64)
+    for shard in shards:
+        tokens = shard.map()[0][:limit - counts.sum()]
+        counts += np.bincount(tokens, minlength=vocab_size)[:vocab_size]
+        if counts.sum() >= limit:
+            break
+    p = counts[counts > 0] / counts.sum()
+    return -(p * np.log(p)).sum().item()
+
+
+def load_validation(args, rank, world_size, say):
+    """Return this process's part of the fixed validation windows, (inputs, targets, bytes of text
+    per target); None if there are none. They depend on the data alone, not on the seed, so the
+    losses of any two runs can be compared."""
+    shards = [shard for shard in open_shards(args.data, "val") if shard.longest > args.block_size]
+    if not shards:
+        say(f"no evaluation: {args.data} has no validation document of more than "
+            f"{args.block_size} tokens")
+        return None
+    sampler = WindowSampler(shards, args.block_size, seed=0,
+                            windows_per_visit=-(-args.eval_windows // len(shards)))
+    inputs, targets = sampler.batch([(0, w) for w in range(args.eval_windows)])
+    sizes = token_bytes(load_tokenizer(Path(args.data) / "tokenizer.json"))
+    bytes_per_target = sizes[targets.numpy()].mean().item()
+    # Equal shares, for a sharded model runs everywhere or nowhere: rows that fill up do not count.
+    n = len(inputs)
+    rows = torch.arange(rank, -(-n // world_size) * world_size, world_size)
+    counts = (rows < n)[:, None]
+    return inputs[rows % n], targets[rows % n].where(counts, -1), bytes_per_target
+
+
+@torch.no_grad()
+def evaluate(model, inputs, targets, micro_batch, autocast):
+    """Return the mean loss over the windows that all processes hold, in nats per target: a sum over
+    a count, not a mean of means, so that it is the same for any split of the windows."""
+    device = model.lm_head.weight.device
+    count = (targets >= 0).sum().item()
+    total = torch.tensor([0.0, count], dtype=torch.float64, device=device)
+    model.eval()
+    for x, y in zip(inputs.split(micro_batch), targets.split(micro_batch)):
+        with autocast:
+            loss = model(x.to(device), y.to(device))[1]
+        total[0] += loss.double() * (y >= 0).sum().item()
+    model.train()
+    if dist.is_initialized():
+        dist.all_reduce(total)
+    return (total[0] / total[1]).item()
+
+
+# --- The optimizer, the processes, and one update of the weights
+
+def build_optimizer(model, max_lr):
+    """Return AdamW with the paper's two groups: matrices (table and head included) decay, vectors
+    do not."""
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    vectors = [p for p in model.parameters() if p.dim() < 2]
+    groups = [dict(params=matrices, weight_decay=WEIGHT_DECAY),
+              dict(params=vectors, weight_decay=0.0)]
+    return torch.optim.AdamW(groups, lr=max_lr, betas=BETAS, eps=EPS, fused=True)
+
+
+def compile_model(model):
+    """Compile the blocks, one program for all, the last norm and the loss. In place: names stay
+    plain, and gradients come block by block."""
+    for block in model.model.layers:
+        block.compile()
+    model.model.norm.compile()
+    model.loss = torch.compile(model.loss)
+
+
+def parallelize(model, args, device):
+    """Return what runs the training steps: model itself, or DDP around it. With fsdp model's own
+    parameters become shards."""
+    if args.compile:
+        compile_model(model)
+    if not dist.is_initialized():
+        return model.to(device)
+    if args.parallel == "ddp":  # every process made the same codes: no buffer to broadcast
+        return DistributedDataParallel(model.to(device), forward_sync_buffers=False,
+                                       gradient_as_bucket_view=True)
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if args.dtype == "bfloat16" else None,
+        reduce_dtype=torch.float32, cast_forward_inputs=False)  # the residual stream stays float32
+    mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
+    for module in (*model.model.layers, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    return model.to(device)
+
+
+def autocast_of(args, device):
+    """Return autocast's context. Without its cache the BF16 copies of the weights, each used once,
+    go as soon as they have been used."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16",
+                          cache_enabled=False)
+
+
 def update(step_model, optimizer, batch, micro_batch, autocast, number, bad):
-    """Do update `number` of the weights on this process's rows. Return the mean loss of all rows and the gradient norm before
-    clipping, on the device: nothing here waits for it.
+    """Do update `number` of the weights on this process's rows. Return the mean loss of all rows
+    and the gradient norm before clipping, on the device: nothing here waits for it.
 
     Args:
         step_model: the model, or DDP around it.
         batch: (inputs, targets), int64 (accumulation x micro_batch, T) each, on the device.
-        bad: float64 [3] on the device: number, loss and norm of the first update in which one was not finite, 0 if none was.
-            From that update on the optimizer changes nothing.
+        bad: float64 [3] on the device: number, loss and norm of the first update in which one was
+            not finite, 0 if none was. From that update on the optimizer changes nothing.
     """
+    inputs, targets = batch
+    micro_batches = list(zip(inputs.split(micro_batch), targets.split(micro_batch)))
+    is_ddp = isinstance(step_model, DistributedDataParallel)
     total_loss = torch.zeros((), device=bad.device)
-    micro_batches = list(zip(*(part.split(micro_batch) for part in batch)))
     for i, (x, y) in enumerate(micro_batches):
-        # DDP decides in the forward pass whether this backward pass will reduce, so no_sync covers both. FSDP reduces each
-        # time, for whole gradients would be kept in between.
-        waits = isinstance(step_model, DistributedDataParallel) and i < len(micro_batches) - 1
+        # DDP decides in the forward pass whether this backward pass will reduce, so no_sync covers
+        # both. FSDP reduces each time, for whole gradients would be kept in between.
+        waits = is_ddp and i < len(micro_batches) - 1
         with step_model.no_sync() if waits else contextlib.nullcontext():
             with autocast:
                 loss = step_model(x, y)[1] / len(micro_batches)
             loss.backward()
         total_loss += loss.detach()
-    norm = torch.nn.utils.clip_grad_norm_(step_model.parameters(), GRAD_CLIP)  # once, of the mean gradient of all processes
+    # Once, of the mean gradient of all processes.
+    norm = torch.nn.utils.clip_grad_norm_(step_model.parameters(), GRAD_CLIP)
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
     if dist.is_initialized():
         dist.all_reduce(total_loss)
         total_loss /= dist.get_world_size()
     now = torch.stack((torch.full_like(total_loss, number), total_loss, norm)).double()
     bad.copy_(now.where((bad[0] == 0) & ~now.isfinite().all(), bad))
-    optimizer.found_inf = (bad[0] > 0).float()  # AdamW's fused kernel skips the update where this is 1
+    optimizer.found_inf = (bad[0] > 0).float()  # AdamW's fused kernel skips the update where 1
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return total_loss, norm
@@ -344,146 +370,90 @@ def check_finite(bad, out):
     """Raise FloatingPointError if an update was not finite; waits for the device."""
     number, loss, norm = bad.tolist()
     if number:
-        raise FloatingPointError(f"update {int(number):,}: loss {loss}, gradient norm {norm}; stopped before this update; "
-                                 f"last good checkpoint: {(list_checkpoints(out) or ['none'])[0]}")
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Sweeps: many runs from one command
+        last = (list_checkpoints(out) or ["none"])[0]
+        raise FloatingPointError(f"update {int(number):,}: loss {loss}, gradient norm {norm}; "
+                                 f"stopped before this update; last good checkpoint: {last}")
 
 
 def main():
     parse = functools.partial(parse_args, PRESETS, __doc__)
     args = parse()
     if args.sweep:
-        flags = [flag for flag in sys.argv[1:] if flag.startswith("--") and "=" in flag]
-        if len(flags) != len(sys.argv) - 1:
-            raise ValueError("--sweep: write every other flag as --NAME=VALUE")
-        return 1 if run_sweep(args.sweep, [f for f in flags if not f.startswith(("--sweep=", "--out="))], args.out, parse, __file__) else 0
-    config = model_config(args)
-    say = print if not dist.is_torchelastic_launched() or os.environ["RANK"] == "0" else lambda *_, **__: None
+        return run_sweep(args, sys.argv[1:], parse, __file__)
+    config, say = model_config(args), speaker()
     say(f"preset {args.preset} ({args.preset_reason}), seed {args.seed}, {args.out}")
     flops = print_model(config, WEIGHT_DECAY, say)
+    args = with_micro_batch(args, launched_processes())
     if args.dry_run:
-        return print_costs(args, config, flops, say)
-    rank, world_size, device = start_processes(args)
+        return print_costs(args, launched_processes(), config, flops, say)
 
+    rank, world_size, device = start_processes(args)
     meta, sampler, validation = open_data(args, rank, world_size, say)
-    windows_per_step = args.tokens_per_step // args.block_size
-    out, state = Path(args.out), {}
-    experiment = experiment_of(args)
-    experiment["data_fingerprint"] = data_fingerprint(meta)
+    experiment = experiment_of(args) | {"data_fingerprint": data_fingerprint(meta)}
+    log_file = state = None  # the first process has them
     if rank == 0:
-        log_file = claim_run(out)
+        log_file = claim_run(args.out)
         state = load_run(args, experiment, say)
-        writer = open_tensorboard(out) if args.tensorboard else None
+    report = Reporter(args, log_file, flops / world_size, device, say)
     model = Decoder(config, args.seed)
     model.checkpoint_activations = args.checkpoint_activations
-    experiment["initial_body_sha256"] = hash_tensors(model.group_parameters()["body"])  # the same for every interface
-    experiment["parameters"] = model.count()
-    experiment["code_report"] = model.model.embed_tokens.report() if isinstance(model.model.embed_tokens, FixedCodes) else None
+    experiment |= facts_of(model)
     say(f"initial body sha256 {experiment['initial_body_sha256'][:16]}; {device}, {args.dtype}, "
         f"{torch.get_num_threads()} threads")
     step_model = parallelize(model, args, device)
     optimizer = build_optimizer(model, args.max_lr)
-    step = all_reduce_max(state.get("step", 0))  # rank 0's: the others have no state
+    step = all_reduce_max(state["step"] if state else 0)
     if step:
         scatter_state(model, optimizer, state)
         say(f"resumed after update {step:,}")
-    del state
+    state = None  # as large as the weights and moments themselves
     if rank == 0:
-        write_whole(out / "config.json", json.dumps(experiment, indent=1).encode())
-        write_whole(out / "tokenizer.json", (Path(args.data) / "tokenizer.json").read_bytes())
+        record_run(args.out, experiment, Path(args.data) / "tokenizer.json")
         cut_log(log_file, step)
+    facts = dict(config=experiment, model_config=asdict(config), data=args.data,
+                 tokenizer_sha256=meta["tokenizer"]["sha256"], eot_id=meta["tokenizer"]["eot_id"])
 
-    def log(**row):
-        """Append a row to log.jsonl, once for all processes."""
-        if rank == 0:
-            try:
-                write_row(log_file, row)
-            except OSError as error:  # a full disk costs the row, not the run
-                print(f"step {row['step']}: log row not written: {error}", file=sys.stderr)
-            if writer:
-                for key, value in row.items():
-                    writer.add_scalar(key, value, row["step"])
-                writer.flush()
-
-    def save():
-        """Save a checkpoint; return whether that failed. The last good one stays then, and training goes on."""
-        state = gather_state(model, optimizer)
-        try:
-            if rank == 0:
-                save_checkpoint(out, step, args.keep, args.keep_every, **state, config=experiment,
-                                model_config=asdict(config), data=args.data, tokenizer_sha256=meta["tokenizer"]["sha256"],
-                                eot_id=meta["tokenizer"]["eot_id"])
-        except (OSError, RuntimeError) as error:
-            last = (list_checkpoints(out) or ["none"])[0]
-            print(f"step {step}: checkpoint not saved: {error}; last good one: {last}", file=sys.stderr)
-            return True
-        return False
-
-    # Without the cache autocast's BF16 copies of the weights, each used once, go as soon as they have been used.
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16", cache_enabled=False)
+    autocast = autocast_of(args, device)
     bad = torch.zeros(3, dtype=torch.float64, device=device)
+    windows_per_step = args.tokens_per_step // args.block_size
     signals = catch_signals()
-    profiler = start_profiler(out) if args.profile and rank == 0 else None
-    since, timed_steps = time.perf_counter(), 0  # of the stretch whose rate is being taken: no evaluation or save in it
+    report.start()
     while True:
         if validation and (step % args.eval_every == 0 or step == args.steps):
-            inputs, targets, bytes_per_target = validation
-            loss = evaluate(model, inputs, targets, args.micro_batch, autocast)
-            bits_per_byte = loss / math.log(2) / bytes_per_target
-            say(f"step {step:6,}  held-out loss {loss:.4f}  bits per byte {bits_per_byte:.4f}")
-            log(step=step, targets=step * args.tokens_per_step, val_loss=loss, val_bits_per_byte=bits_per_byte)
-            since, timed_steps = time.perf_counter(), 0
+            loss = evaluate(model, *validation[:2], args.micro_batch, autocast)
+            report.held_out(step, loss, bytes_per_target=validation[2])
         if step == args.steps:
-            break
+            return 0
 
         lr = learning_rate(step + 1, args.max_lr, args.min_lr, args.warmup_steps, args.decay_steps)
         for group in optimizer.param_groups:
             group["lr"] = lr
-        batch = sampler.batch(rank_rows(step, windows_per_step, args.streams, rank, world_size))
+        rows = rank_rows(step, windows_per_step, args.streams, rank, world_size)
+        batch = sampler.batch(rows)
         if device.type == "cuda":
             batch = [part.pin_memory().to(device, non_blocking=True) for part in batch]
         loss, norm = update(step_model, optimizer, batch, args.micro_batch, autocast, step + 1, bad)
-        step, timed_steps = step + 1, timed_steps + 1
-        if profiler:
-            profiler.step()
+        step += 1
+        report.after_update()
 
         stop = all_reduce_max(bool(signals))
-        due = step == args.steps or stop
-        if due or step % args.log_every == 0 or step % args.save_every == 0:
-            check_finite(bad, out)
-        if due or step % args.log_every == 0:
-            rate = timed_steps * args.tokens_per_step / (time.perf_counter() - since)
-            left, memory = int((args.steps - step) * args.tokens_per_step / rate), peak_memory_gb(device)
-            mfu = f"MFU {rate * flops / world_size / peak:.1%}  " if (peak := peak_flops(device)) else ""
-            say(f"step {step:6,}  targets {step * args.tokens_per_step:,}  loss {loss:.4f}  lr {lr:.3e}  norm {norm:.3f}  "
-                f"{rate:,.0f} targets/s  {mfu}ETA {left // 3600}:{left // 60 % 60:02}:{left % 60:02}  {memory:.2f} GB")
-            log(step=step, targets=step * args.tokens_per_step, loss=loss.item(), lr=lr, grad_norm=norm.item(),
-                targets_per_second=rate, memory_gb=memory)
-            since, timed_steps = time.perf_counter(), 0
-        if due or step % args.save_every == 0:
-            failed = save()
-            if due and all_reduce_max(failed):  # nobody leaves before the file is there
+        last = step == args.steps or stop
+        log_now = last or step % args.log_every == 0
+        save_now = last or step % args.save_every == 0
+        if log_now or save_now:
+            check_finite(bad, args.out)
+        if log_now:
+            report.training(step, loss, lr, norm)
+        if save_now:
+            failed = save_run(args, step, model, optimizer, facts)
+            if last and all_reduce_max(failed):  # nobody leaves before the file is there
                 return 1
-            since, timed_steps = time.perf_counter(), 0
+            report.start_clock()
         if stop and step < args.steps:
-            say(f"stopped after update {step:,} by {' '.join(signals) or 'a signal to another process'}; --resume continues")
+            cause = " ".join(signals) or "a signal to another process"
+            say(f"stopped after update {step:,} by {cause}; --resume continues")
             return STOPPED
-    return 0
 
 
 if __name__ == "__main__":
-    code = 1
-    try:
-        code = main()
-    except (ValueError, OSError, FloatingPointError) as error:
-        if not dist.is_torchelastic_launched() or os.environ["LOCAL_RANK"] == "0":
-            print(f"train.py: {error}", file=sys.stderr)
-    except Exception:  # our own mistake, or another process is gone
-        traceback.print_exc()
-    sys.stdout.flush()
-    if dist.is_initialized():
-        os._exit(code)  # freeing a process group can wait for its own thread for ever (seen with gloo and DDP)
-    sys.exit(code)
+    exit_with(main)

@@ -1,19 +1,24 @@
-"""Checkpoint files: save, read, load a model, gather and scatter the state of many processes."""
+"""Checkpoint files: write, read, load a model, gather and scatter the state of many processes.
+
+Used by train.py and evaluate.py.
+"""
 
 import hashlib
 import mmap
 import os
 import pickle
+import sys
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict as full_state
 
-from machinery.runs import check_same_experiment, list_checkpoints
-from model import Decoder, ModelConfig
+from machinery.costs import count_parameters
+from machinery.runs import check_resumable, list_checkpoints
+from model import Decoder, FixedCodes, ModelConfig
 
-SHA256_MARK = b"sha256:"  # and the digest of all before it end a file; torch.load does not mind them
+SHA256_MARK = b"sha256:"  # and the digest of all before it end a file; torch.load does not mind
 
 
 def hash_tensors(named):
@@ -25,34 +30,56 @@ def hash_tensors(named):
     return digest.hexdigest()
 
 
-def read_checkpoint(path):
-    """Return a checkpoint file's dict of tensors (on the CPU) and plain values; it holds no code (weights_only).
+def facts_of(model):
+    """Return what config.json records of a fresh model: the sha256 of the body's weights, the same
+    for every interface, the numbers of parameters and the code report."""
+    codes = model.model.embed_tokens
+    return {"initial_body_sha256": hash_tensors(model.group_parameters()["body"]),
+            "parameters": count_parameters(model),
+            "code_report": codes.report() if isinstance(codes, FixedCodes) else None}
 
-    Raises ValueError if the file is cut, or if its contents do not have the sha256 at its end (train.save_checkpoint).
+
+def read_checkpoint(path):
+    """Return a checkpoint file's dict of tensors (on the CPU) and plain values; it holds no code
+    (weights_only).
+
+    Raises ValueError if the file is cut, or if its contents do not have the sha256 at its end.
     """
     try:
-        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        check_digest(path)
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise
+    except (RuntimeError, ValueError, EOFError, KeyError, OSError,
+            pickle.UnpicklingError) as error:
+        why = (str(error) or type(error).__name__).splitlines()[0]
+        raise ValueError(f"{path}: damaged checkpoint ({why}); use an older one of the same run"
+                         ) from None
+
+
+def check_digest(path):
+    """Raise ValueError if a file ends in a sha256 that is not that of what comes before."""
+    with open(path, "rb") as file:
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             end = len(data) - 32
             marked = data[end - len(SHA256_MARK):end] == SHA256_MARK
             if marked and hashlib.sha256(memoryview(data)[:end]).digest() != data[end:]:
                 raise ValueError("its sha256 differs")
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        raise
-    except (RuntimeError, ValueError, EOFError, KeyError, OSError, pickle.UnpicklingError) as error:
-        why = (str(error) or type(error).__name__).splitlines()[0]
-        raise ValueError(f"{path}: damaged checkpoint ({why}); use an older one of the same run") from None
 
 
 def load_model(path, device="cpu"):
-    """Return (model, checkpoint dict without its weights) from a checkpoint file or a run directory's newest one.
+    """Return (model, checkpoint dict without its weights) from a checkpoint file or a run
+    directory's newest one.
 
-    The stored codebook, A and b replace those of the seed. Raises FileNotFoundError where there is no checkpoint,
-    ValueError where the weights do not fit the configuration, naming the missing and unexpected keys.
+    The stored codebook, A and b replace those of the seed. Raises FileNotFoundError where there is
+    no checkpoint, ValueError where the weights do not fit the configuration, naming the missing and
+    unexpected keys.
     """
     if Path(path).is_dir():
-        if not (files := list_checkpoints(path)):
-            raise FileNotFoundError(f"{path}: no checkpoint (step-*.pt) in this directory; train one with train.py --out={path}")
+        files = list_checkpoints(path)
+        if not files:
+            raise FileNotFoundError(f"{path}: no checkpoint (step-*.pt) in this directory; train "
+                                    f"one with train.py --out={path}")
         path = files[0]
     state = read_checkpoint(path)
     model = Decoder(ModelConfig(**state["model_config"]))
@@ -63,10 +90,77 @@ def load_model(path, device="cpu"):
     return model.to(device).eval(), state
 
 
-def save_checkpoint(out, step, keep, keep_every=0, **state):
-    """Write out/step-STEP.pt aside, fsync, rename; then delete older ones but the newest `keep` and multiples of keep_every.
+def load_run(args, experiment, say):
+    """Return the checkpoint to continue from; None for a new run. Raises ValueError rather than mix
+    two experiments."""
+    out = Path(args.out)
+    if not args.resume:
+        if list_checkpoints(out) or (out / "log.jsonl").stat().st_size:
+            raise ValueError(f"{out} already holds a run; --resume continues it, another --out "
+                             "starts a new one")
+        return None
+    for unfinished in out.glob("step-*.tmp"):  # of a save that was killed
+        unfinished.unlink()
+    for path in list_checkpoints(out):
+        try:
+            state = read_checkpoint(path)
+        except ValueError as error:
+            say(f"skipped: {error}")
+        else:
+            check_resumable(state["config"], experiment)
+            return state
+    say(f"no checkpoint in {out}: starting from the first update")
+    return None
 
-    Raises OSError or RuntimeError (torch's writer) where that fails; nothing is deleted then but the unfinished file.
+
+def scatter_state(model, optimizer, state):
+    """Load what gather_state returned, from the first process's copy: one process reads the file,
+    the others pass None.
+
+    Raises ValueError, naming them, for weights that are missing or that the model does not have.
+    """
+    state = state or {"model": {}, "optimizer": {}}
+    if state["model"]:
+        differing = sorted(state["model"].keys() ^ model.state_dict().keys())
+        if differing:
+            raise ValueError(f"the checkpoint and the model differ in {', '.join(differing)}")
+    options = full_state.StateDictOptions(full_state_dict=True,
+                                          broadcast_from_rank0=dist.is_initialized())
+    full_state.set_model_state_dict(model, state["model"], options=options)
+    full_state.set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
+
+
+def gather_state(model, optimizer):
+    """Return {"model", "optimizer"}: whole CPU tensors by the parameters' plain names in the first
+    process, nothing in the others. All processes take part; the result is the same for ddp, fsdp
+    and any number of processes."""
+    options = full_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    return dict(model=full_state.get_model_state_dict(model, options=options),
+                optimizer=full_state.get_optimizer_state_dict(model, optimizer, options=options))
+
+
+def save_run(args, step, model, optimizer, facts):
+    """Save a checkpoint with the facts {name: plain value}; return whether that failed: the last
+    good one stays then, and training can go on. All processes take part."""
+    state = gather_state(model, optimizer)
+    if dist.is_initialized() and dist.get_rank():
+        return False
+    try:
+        save_checkpoint(args.out, step, args.keep, args.keep_every, **state, **facts)
+    except (OSError, RuntimeError) as error:
+        last = (list_checkpoints(args.out) or ["none"])[0]
+        print(f"step {step}: checkpoint not saved: {error}; last good one: {last}",
+              file=sys.stderr)
+        return True
+    return False
+
+
+def save_checkpoint(out, step, keep, keep_every=0, **state):
+    """Write out/step-STEP.pt aside, fsync, rename; then delete older ones but the newest `keep` and
+    multiples of keep_every.
+
+    Raises OSError or RuntimeError (torch's writer) where that fails; nothing is deleted then but
+    the unfinished file.
     """
     path = Path(out) / f"step-{step:08d}.pt"
     aside = path.with_suffix(".tmp")
@@ -85,48 +179,8 @@ def save_checkpoint(out, step, keep, keep_every=0, **state):
     directory = os.open(out, os.O_RDONLY)
     os.fsync(directory)  # the new name is on the disk before an old one goes
     os.close(directory)
-    done = [old for old in list_checkpoints(out) if old <= path]  # newer ones are damaged: they must not crowd out a good one
+    # Newer ones are damaged: they must not crowd out a good one.
+    done = [old for old in list_checkpoints(out) if old <= path]
     for old in done[keep:]:
         if not keep_every or int(old.stem[5:]) % keep_every:
             old.unlink()
-
-
-def gather_state(model, optimizer):
-    """Return {"model", "optimizer"}: whole CPU tensors by the parameters' plain names on rank 0, nothing elsewhere. All
-    processes take part; the result is the same for ddp, fsdp and any number of processes."""
-    options = full_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
-    return dict(model=full_state.get_model_state_dict(model, options=options),
-                optimizer=full_state.get_optimizer_state_dict(model, optimizer, options=options))
-
-
-def scatter_state(model, optimizer, state):
-    """Load what gather_state returned, from rank 0's copy (the others pass {}): one process reads the file.
-
-    Raises ValueError, naming them, for weights that are missing or that the model does not have.
-    """
-    if state and (differing := sorted(state["model"].keys() ^ model.state_dict().keys())):
-        raise ValueError(f"the checkpoint and the model differ in {', '.join(differing)}")
-    options = full_state.StateDictOptions(full_state_dict=True, broadcast_from_rank0=dist.is_initialized())
-    full_state.set_model_state_dict(model, state.get("model", {}), options=options)
-    full_state.set_optimizer_state_dict(model, optimizer, state.get("optimizer", {}), options=options)
-
-
-def load_run(args, experiment, say):
-    """Return the checkpoint to continue from, or {} for a new run. Raises ValueError rather than mix two experiments."""
-    out = Path(args.out)
-    if not args.resume:
-        if list_checkpoints(out) or (out / "log.jsonl").stat().st_size:
-            raise ValueError(f"{out} already holds a run; --resume continues it, another --out starts a new one")
-        return {}
-    for unfinished in out.glob("step-*.tmp"):  # of a save that was killed
-        unfinished.unlink()
-    for path in list_checkpoints(out):
-        try:
-            state = read_checkpoint(path)
-        except ValueError as error:
-            say(f"skipped: {error}")
-        else:
-            check_same_experiment(state["config"], experiment)
-            return state
-    say(f"no checkpoint in {out}: starting from the first update")
-    return {}

@@ -1,4 +1,7 @@
-"""A run's directory: its log and lock, what it records, and what may change on resume."""
+"""A run's directory: its lock and log, what it records, and what may change on resume.
+
+Used by train.py, evaluate.py and compare.py. Free of torch.
+"""
 
 import errno
 import fcntl
@@ -8,22 +11,52 @@ import math
 import os
 from pathlib import Path
 
+from machinery.files import write_whole
+
+# What may change when a run is resumed: where and how it runs, what it reports, when it stops. All
+# else is the experiment.
+FREE_ON_RESUME = {
+    "device", "micro_batch", "parallel", "checkpoint_activations", "compile", "timeout",
+    "log_every", "eval_every", "eval_windows", "save_every", "keep", "keep_every", "profile",
+    "tensorboard", "preset", "data", "out", "max_targets", "resume", "dry_run",
+    "targets_per_second"}
+NOT_RECORDED = {"steps", "accumulation", "preset_reason", "sweep"}  # follow from the others
+
 
 def list_checkpoints(run):
     """Return the checkpoint files of a run directory, the newest first."""
     return sorted(Path(run).glob("step-*.pt"), reverse=True)
 
 
-def check_same_experiment(there, here):
-    """Raise ValueError, listing the fields, if a resumed run's configuration is another experiment."""
+def run_directory(path):
+    """Return the run directory that is meant by it or by one of its files."""
+    return Path(path) if Path(path).is_dir() else Path(path).parent
+
+
+def experiment_of(args):
+    """Return the arguments that config.json and the checkpoints record."""
+    return {key: value for key, value in vars(args).items() if key not in NOT_RECORDED}
+
+
+def data_fingerprint(meta):
+    """Return the sha256 of what a run learns from: the tokenizer and every shard's contents."""
+    shards = [[entry["train"], entry["val"]] for entry in meta["shards"]]
+    facts = json.dumps([meta["tokenizer"]["sha256"], shards], sort_keys=True)
+    return hashlib.sha256(facts.encode()).hexdigest()
+
+
+def check_resumable(there, here):
+    """Raise ValueError, listing the fields, if a run's configuration is another experiment."""
     differing = [f"{key} {there.get(key)} -> {here[key]}" for key in here
-                 if key not in FREE_ON_RESUME and there.get(key) != here[key]]  # data_fingerprint among them
+                 if key not in FREE_ON_RESUME and there.get(key) != here[key]]
     if differing:
-        raise ValueError(f"--resume with another configuration ({', '.join(differing)}); give the first run's flags, or another --out")
+        raise ValueError(f"--resume with another configuration ({', '.join(differing)}); "
+                         "give the first run's flags, or another --out")
 
 
 def claim_run(out):
-    """Return out/log.jsonl, open for appending and locked while this process lives: one run writes to a directory.
+    """Return out/log.jsonl, open for appending and locked while this process lives: one run writes
+    to a directory.
 
     Raises ValueError if another process holds it.
     """
@@ -32,8 +65,15 @@ def claim_run(out):
     try:
         fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise ValueError(f"{out} is in use by another run; wait for it or give another --out") from None
+        raise ValueError(f"{out} is in use by another run; wait for it or give another --out"
+                         ) from None
     return log
+
+
+def record_run(out, experiment, tokenizer):
+    """Write config.json, and a copy of the tokenizer file, into a run's directory."""
+    write_whole(Path(out) / "config.json", json.dumps(experiment, indent=1).encode())
+    write_whole(Path(out) / "tokenizer.json", Path(tokenizer).read_bytes())
 
 
 def read_log(out):
@@ -44,7 +84,8 @@ def read_log(out):
 
 
 def cut_log(log, step):
-    """Drop the open log's rows after `step` updates, and a row cut short, so that a resumed run logs each step once."""
+    """Drop the open log's rows after `step` updates, and a row cut short, so that a resumed run
+    logs each step once."""
     end = 0
     for line in Path(log.name).read_bytes().splitlines(keepends=True):
         row = json.loads(line) if line.endswith(b"}\n") else {"step": math.inf}
@@ -56,31 +97,13 @@ def cut_log(log, step):
 
 
 def write_row(log, row):
-    """Append a row to the open log. Raises OSError, without leaving half a row, where that fails."""
-    line, end = json.dumps(row).encode() + b"\n", os.fstat(log.fileno()).st_size
+    """Append a row to the open log. Raises OSError, without leaving half a row, where that fails.
+    """
+    line = json.dumps(row).encode() + b"\n"
+    end = os.fstat(log.fileno()).st_size
     try:
         if log.write(line) < len(line):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), log.name)
     except OSError:
         log.truncate(end)
         raise
-
-
-def data_fingerprint(meta):
-    """Return the sha256 of what a run learns from: the tokenizer and every shard's contents."""
-    facts = [meta["tokenizer"]["sha256"], [[entry["train"], entry["val"]] for entry in meta["shards"]]]
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-
-# What may change when a run is resumed: where and how it runs, what it reports, when it stops. All else is the experiment.
-FREE_ON_RESUME = {"device", "micro_batch", "parallel", "checkpoint_activations", "compile", "timeout", "log_every",
-                  "eval_every", "eval_windows", "save_every", "keep", "keep_every", "profile", "tensorboard", "preset", "data", "out", "max_targets", "resume", "dry_run",
-                  "targets_per_second"}
-
-
-def experiment_of(args):
-    """Return the arguments that config.json and the checkpoints record."""
-    return {key: value for key, value in vars(args).items() if key not in ("steps", "preset_reason", "sweep")}
-
-
-def run_directory(path):
-    return Path(path) if Path(path).is_dir() else Path(path).parent

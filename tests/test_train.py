@@ -5,6 +5,7 @@ import doctest
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,11 +17,11 @@ import numpy as np
 import pytest
 import torch
 
-import prepare
 import train
 from codes import FIXED
 from machinery import runs, settings, sweep
 from machinery.checkpoints import read_checkpoint
+from machinery.costs import count_parameters
 from machinery.runs import list_checkpoints
 from model import INPUTS, Decoder, ModelConfig
 from train import WindowSampler, learning_rate, rank_rows, uniforms
@@ -84,8 +85,12 @@ def test_schedule_has_no_jump_and_one_peak(warmup, total):
         assert max(a - b for a, b in zip(lrs[4:], lrs[5:])) < 0.1  # no drop larger than a step of the cosine
 
 
+def parse_args(flags):
+    return settings.parse_args(train.PRESETS, train.__doc__, flags)
+
+
 def paper_args(*flags):
-    return prepare.parse_args(["--preset=paper", "--device=cpu", *flags])
+    return parse_args(["--preset=paper", "--device=cpu", *flags])
 
 
 def test_recipe_of_the_paper():
@@ -100,8 +105,8 @@ def test_recipe_of_the_paper():
 
 
 def test_flags_override_the_preset_and_both_spellings_work():
-    assert prepare.parse_args(["--preset", "smoke", "--n_layer", "3", "--max_targets=1e5"]).n_layer == 3
-    args = prepare.parse_args(["--preset=smoke", "--max_targets=1e6", "--input=gf2", "--seed=3"])
+    assert parse_args(["--preset", "smoke", "--n_layer", "3", "--max_targets=1e5"]).n_layer == 3
+    args = parse_args(["--preset=smoke", "--max_targets=1e6", "--input=gf2", "--seed=3"])
     assert (args.max_targets, args.out, args.n_embd) == (1_000_000, "out/smoke-gf2-s3", train.PRESETS["smoke"]["n_embd"])
     assert args.decay_steps == args.steps == -(-1_000_000 // args.tokens_per_step)
 
@@ -111,7 +116,7 @@ def test_matrices_decay_and_vectors_do_not(input):
     model = Decoder(ModelConfig(input=input, vocab_size=100, block_size=8, n_layer=2, n_head=2, n_embd=28, n_ffn=40))
     decayed, plain = train.build_optimizer(model, 1e-3).param_groups
     assert (decayed["weight_decay"], plain["weight_decay"]) == (0.01, 0.0)
-    assert sum(p.numel() for p in decayed["params"]) == model.count()["decayed"]
+    assert sum(p.numel() for p in decayed["params"]) == count_parameters(model)["decayed"]
     assert {id(p) for g in (decayed, plain) for p in g["params"]} == {id(p) for p in model.parameters()}
     assert len(decayed["params"]) + len(plain["params"]) == len(list(model.parameters()))
     assert all(p.dim() == 1 for p in plain["params"])
@@ -427,8 +432,9 @@ def test_a_failed_run_of_a_sweep_is_said_and_the_others_go_on(data_dir, tmp_path
 def test_the_readmes_new_interface_trains(data_dir, tmp_path):
     example = next(block for block in (ROOT / "README.md").read_text().split("```python\n")[1:] if "fixed_gray" in block).split("```")[0]
     assert len(example.splitlines()) < 15
-    for name in ("model.py", "prepare.py", "train.py"):
+    for name in ("kernels.py", "model.py", "train.py"):
         (tmp_path / name).write_text((ROOT / name).read_text())
+    shutil.copytree(ROOT / "machinery", tmp_path / "machinery")
     (tmp_path / "codes.py").write_text((ROOT / "codes.py").read_text() + "\n\n" + example)
     result = subprocess.run([sys.executable, tmp_path / "train.py", *command(data_dir, tmp_path / "out", "--input=gray", "--max_targets=1024")[2:]],
                             capture_output=True, text=True)
@@ -442,7 +448,6 @@ def test_the_readmes_new_interface_trains(data_dir, tmp_path):
 @pytest.fixture
 def spoiled(data_dir, tmp_path):
     """A copy of the prepared data to spoil."""
-    import shutil
     return Path(shutil.copytree(data_dir, tmp_path / "data"))
 
 

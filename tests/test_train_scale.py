@@ -23,9 +23,8 @@ import pytest
 import torch
 
 import kernels
-import prepare
 import train
-from machinery import checkpoints, costs, runs
+from machinery import checkpoints, costs, runs, settings
 from machinery import shards as shard_format
 from machinery import tokenizer as tokenizing
 from machinery.checkpoints import load_model, read_checkpoint
@@ -549,7 +548,7 @@ def test_learning_rate_has_no_gap(warmup, total):
 def test_wrong_flags_end_in_one_line(capsys, flag, words):
     """LP-08, LP-17, LP-18, CL-01."""
     with pytest.raises(SystemExit) as end:
-        prepare.parse_args(["--preset=smoke", *flag.split()])
+        settings.parse_args(train.PRESETS, None, ["--preset=smoke", *flag.split()])
     assert end.value.code == 2 and words in capsys.readouterr().err.splitlines()[-1]
 
 

@@ -1,14 +1,18 @@
-"""The training step on a CPU beside its peers: transformers' Llama, and a GPT-2-like model in nanoGPT's manner.
+"""The training step on a CPU beside its peers: transformers' Llama, and a GPT-2-like model in
+nanoGPT's manner.
 
-    python tests/bench/bench_train.py together S      interleaved in one process, one allocator (ours), medians and ratios
-    python tests/bench/bench_train.py together M
-    python tests/bench/bench_train.py alone M         each in a process of its own, launched plainly: ours sets its allocator
-                                                      as train.py does, the peers do not; seconds and peak memory
-    python tests/bench/bench_train.py attention S     model.attend beside torch's own kernel, a layer forward and backward
+    python tests/bench/bench_train.py together S    interleaved in one process, one allocator
+                                                    (ours), medians and ratios; also with M
+    python tests/bench/bench_train.py alone M       each in a process of its own, launched plainly:
+                                                    ours sets its allocator as train.py does, the
+                                                    peers do not; seconds and peak memory
+    python tests/bench/bench_train.py attention S   kernels.attend beside torch's own kernel, a
+                                                    layer forward and backward
 
-A step is forward, backward and fused AdamW at batch B x T on random tokens, BF16 autocast, no clipping. S: 6 x 384, FFN 1024,
-V 3072, 16 x 256. M: 12 x 768, FFN 2048, V 49,152, 4 x 512. The peers have a trained input table, we have fixed codes unless
-the name says learned. Ends in one line of JSON. Needs transformers for the first peer.
+A step is forward, backward and fused AdamW at batch B x T on random tokens, BF16 autocast, no
+clipping. S: 6 x 384, FFN 1024, V 3072, 16 x 256. M: 12 x 768, FFN 2048, V 49,152, 4 x 512. The
+peers have a trained input table, we have fixed codes unless the name says learned. Ends in one line
+of JSON. Needs transformers for the first peer.
 """
 
 import argparse
@@ -29,10 +33,14 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import train  # noqa: E402
 from kernels import attend
 from machinery import machine  # noqa: E402
+from machinery.costs import flops_per_target  # noqa: E402
 from model import Decoder, ModelConfig  # noqa: E402
 
-SIZES = {"S": dict(n_layer=6, n_embd=384, n_head=6, n_ffn=1024, vocab_size=3072, block_size=256, batch=16),
-         "M": dict(n_layer=12, n_embd=768, n_head=12, n_ffn=2048, vocab_size=49_152, block_size=512, batch=4)}
+SIZES = {
+    "S": dict(n_layer=6, n_embd=384, n_head=6, n_ffn=1024, vocab_size=3072, block_size=256,
+              batch=16),
+    "M": dict(n_layer=12, n_embd=768, n_head=12, n_ffn=2048, vocab_size=49_152, block_size=512,
+              batch=4)}
 MODELS = ("ours", "ours_block", "ours_selective", "ours_learned", "llama", "gpt")
 
 
@@ -48,15 +56,16 @@ class GPTBlock(nn.Module):
 
     def forward(self, x):
         B, T, C = x.size()
-        q, k, v = (y.view(B, T, self.n_head, -1).transpose(1, 2) for y in self.qkv(self.ln_1(x)).split(C, dim=2))
+        qkv = self.qkv(self.ln_1(x)).split(C, dim=2)
+        q, k, v = (y.view(B, T, self.n_head, -1).transpose(1, 2) for y in qkv)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.proj(y.transpose(1, 2).reshape(B, T, C))
         return x + self.fc_out(F.gelu(self.fc(self.ln_2(x))))
 
 
 class GPT(nn.Module):
-    """GPT-2 as small training scripts write it: learned positions, the head tied to the input table. At n_ffn = 8/3 n_embd
-    our SwiGLU has as many matmul parameters as its MLP."""
+    """GPT-2 as small training scripts write it: learned positions, the head tied to the input
+    table. At n_ffn = 8/3 n_embd our SwiGLU has as many matmul parameters as its MLP."""
 
     def __init__(self, vocab_size, block_size, n_layer, n_head, n_embd, **_):
         super().__init__()
@@ -76,7 +85,8 @@ class GPT(nn.Module):
 
 
 def build(name, size):
-    """Return (model, loss(x, y)) of a contender; a name that ends in _compiled is compiled as its users would."""
+    """Return (model, loss(x, y)) of a contender; one whose name ends in _compiled is compiled as
+    its users would."""
     kind = name.removesuffix("_compiled")
     compiled = kind != name
     sizes = {key: value for key, value in size.items() if key != "batch"}
@@ -84,9 +94,10 @@ def build(name, size):
     if kind == "llama":
         from transformers import LlamaConfig, LlamaForCausalLM
         model = LlamaForCausalLM(LlamaConfig(
-            vocab_size=size["vocab_size"], hidden_size=size["n_embd"], intermediate_size=size["n_ffn"],
-            num_hidden_layers=size["n_layer"], num_attention_heads=size["n_head"], max_position_embeddings=size["block_size"], tie_word_embeddings=False,
-            use_cache=False, attn_implementation="sdpa"))
+            vocab_size=size["vocab_size"], hidden_size=size["n_embd"],
+            intermediate_size=size["n_ffn"], num_hidden_layers=size["n_layer"],
+            num_attention_heads=size["n_head"], max_position_embeddings=size["block_size"],
+            tie_word_embeddings=False, use_cache=False, attn_implementation="sdpa"))
 
         def loss(run, x, y):
             logits = run(input_ids=x).logits
@@ -97,7 +108,8 @@ def build(name, size):
         model = GPT(**sizes)
         return model, torch.compile(model) if compiled else model
     model = Decoder(ModelConfig(input="learned" if kind == "ours_learned" else "binary", **sizes))
-    model.checkpoint_activations = {"ours_block": "block", "ours_selective": "selective"}.get(kind, "none")
+    recompute = {"ours_block": "block", "ours_selective": "selective"}
+    model.checkpoint_activations = recompute.get(kind, "none")
     if compiled:
         train.compile_model(model)
     return model, lambda x, y: model(x, y)[1]
@@ -108,12 +120,14 @@ class Contender:
         self.model, self.loss = build(name, size)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         generator = torch.Generator().manual_seed(1)
-        tokens = torch.randint(size["vocab_size"], (size["batch"], size["block_size"] + 1), generator=generator)
+        shape = size["batch"], size["block_size"] + 1
+        tokens = torch.randint(size["vocab_size"], shape, generator=generator)
         self.batch, self.seconds = (tokens[:, :-1], tokens[:, 1:]), []
 
     def step(self):
         started = time.perf_counter()
-        with torch.autocast("cpu", torch.bfloat16, cache_enabled=not isinstance(self.model, Decoder)):  # as train.py does
+        cache = not isinstance(self.model, Decoder)  # as train.py does
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):
             loss = self.loss(*self.batch)
         loss.backward()
         self.optimizer.step()
@@ -135,8 +149,9 @@ def matmul_peak():
 
 def step_flops(size):
     with torch.device("meta"):
-        model = Decoder(ModelConfig(**{key: value for key, value in size.items() if key != "batch"}))
-    return sum(model.flops_per_target()) * size["batch"] * size["block_size"]
+        sizes = {key: value for key, value in size.items() if key != "batch"}
+        model = Decoder(ModelConfig(**sizes))
+    return sum(flops_per_target(model)) * size["batch"] * size["block_size"]
 
 
 def together(size, names, repeats):
@@ -158,8 +173,9 @@ def attention(size, repeats):
     machine.tune_allocator()
     shape = size["batch"], size["block_size"], size["n_head"], size["n_embd"] // size["n_head"]
     q, k, v, g = (torch.randn(shape).bfloat16().transpose(1, 2).requires_grad_() for _ in range(4))
-    ways = {"torch": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True), "attend": lambda: attend(q, k, v),
-            "attend_compiled": lambda compiled=torch.compile(attend): compiled(q, k, v)}
+    compiled = torch.compile(attend)
+    ways = {"torch": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+            "attend": lambda: attend(q, k, v), "attend_compiled": lambda: compiled(q, k, v)}
     seconds = {name: [] for name in ways}
     for _ in range(repeats + 2):
         for name, way in ways.items():
@@ -179,39 +195,58 @@ def one(size, name, repeats):
                 peak_gb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9)
 
 
+def show_attention(size, names, repeats):
+    result = attention(SIZES[size], repeats)
+    for name, seconds in result.items():
+        ratio = result["torch"] / seconds
+        print(f"{name:24} {1000 * seconds:7.1f} ms  {ratio:5.2f} x torch")
+    return result
+
+
+def show_together(size, names, repeats):
+    result = together(SIZES[size], names, repeats)
+    print(f"BF16 matmul peak {result['matmul_tflops']:.3f} TFLOP/s")
+    for name, seconds in result["seconds"].items():
+        ratio = result["seconds"][names[0]] / seconds
+        print(f"{name:24} {seconds:7.3f} s  {ratio:5.2f} x {names[0]}  "
+              f"{result['share_of_peak'][name]:.0%} of the matmul peak")
+    return result
+
+
+def show_alone(size, names, repeats):
+    result = {}
+    for name in names:
+        command = [sys.executable, __file__, "one", size, f"--models={name}",
+                   f"--repeats={repeats}"]
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+        this = result[name] = json.loads(done.stdout.splitlines()[-1])
+        first = result[names[0]]
+        print(f"{name:24} {this['seconds']:7.3f} s  "
+              f"{first['seconds'] / this['seconds']:5.2f} x {names[0]}  "
+              f"peak {this['peak_gb']:.2f} GB = {this['peak_gb'] / first['peak_gb']:.2f} x",
+              flush=True)
+    return result
+
+
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("how", choices=("together", "alone", "one", "attention"))
     parser.add_argument("size", choices=SIZES)
     parser.add_argument("--models", default="llama,ours,llama_compiled,ours_compiled,gpt_compiled",
-                        help=f"of {', '.join(MODELS)}, each also with _compiled (default: %(default)s)")
+                        help=f"of {', '.join(MODELS)}, each also with _compiled "
+                             "(default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=7)
     args = parser.parse_args()
-    size, names = SIZES[args.size], args.models.split(",")
+    names = args.models.split(",")
     if args.how == "one":
-        print(json.dumps(one(size, names[0], args.repeats)))
+        print(json.dumps(one(SIZES[args.size], names[0], args.repeats)))
         return
-    if args.how == "attention":
-        result = attention(size, args.repeats)
-        for name, seconds in result.items():
-            print(f"{name:24} {1000 * seconds:7.1f} ms  {result['torch'] / seconds:5.2f} x torch")
-    elif args.how == "together":
-        result = together(size, names, args.repeats)
-        print(f"BF16 matmul peak {result['matmul_tflops']:.3f} TFLOP/s")
-        for name, seconds in result["seconds"].items():
-            print(f"{name:24} {seconds:7.3f} s  {result['seconds'][names[0]] / seconds:5.2f} x {names[0]}  "
-                  f"{result['share_of_peak'][name]:.0%} of the matmul peak")
-    else:
-        result = {}
-        for name in names:
-            command = [sys.executable, __file__, "one", args.size, f"--models={name}", f"--repeats={args.repeats}"]
-            output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-            result[name] = json.loads(output.splitlines()[-1])
-            first, this = result[names[0]], result[name]
-            print(f"{name:24} {this['seconds']:7.3f} s  {first['seconds'] / this['seconds']:5.2f} x {names[0]}  "
-                  f"peak {this['peak_gb']:.2f} GB = {this['peak_gb'] / first['peak_gb']:.2f} x", flush=True)
-    machine = dict(size=args.size, torch=torch.__version__, threads=torch.get_num_threads(), cpus=os.cpu_count())
-    print(json.dumps(machine | result))
+    show = {"attention": show_attention, "together": show_together, "alone": show_alone}[args.how]
+    result = show(args.size, names, args.repeats)
+    facts = dict(size=args.size, torch=torch.__version__, threads=torch.get_num_threads(),
+                 cpus=os.cpu_count())
+    print(json.dumps(facts | result))
 
 
 if __name__ == "__main__":

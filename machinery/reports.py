@@ -1,0 +1,100 @@
+"""What train.py tells while it runs: console, log.jsonl, TensorBoard, profiler; rate and ETA."""
+
+import math
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from machinery.machine import peak_flops, peak_memory_gb
+from machinery.runs import write_row
+
+
+class Reporter:
+    """Tells how a run goes. A rate is taken over updates alone, no evaluation or save among them.
+
+    Args:
+        log: the run's open log.jsonl in the first process; None in the others, which write nothing.
+        flops: of one target, divided by the number of devices.
+        say: print, or in the other processes what is silent.
+    Raises ValueError for --tensorboard without the package.
+    """
+
+    def __init__(self, args, log, flops, device, say):
+        self.args, self.log, self.flops, self.device, self.say = args, log, flops, device, say
+        self.tensorboard = open_tensorboard(args.out) if args.tensorboard and log else None
+        self.profiler = None
+
+    def start(self):
+        """Say that the first update comes next."""
+        if self.args.profile and self.log:
+            self.profiler = start_profiler(self.args.out)
+        self.start_clock()
+
+    def start_clock(self):
+        """Take the rate anew from here."""
+        self.since, self.updates = time.perf_counter(), 0
+
+    def after_update(self):
+        self.updates += 1
+        if self.profiler:
+            self.profiler.step()
+
+    def training(self, step, loss, lr, norm):
+        """Report the loss (nats per target) and gradient norm of an update; waits for the device.
+        """
+        targets = step * self.args.tokens_per_step
+        done = self.updates * self.args.tokens_per_step
+        rate = done / (time.perf_counter() - self.since)
+        left = int((self.args.steps * self.args.tokens_per_step - targets) / rate)
+        memory, peak = peak_memory_gb(self.device), peak_flops(self.device)
+        mfu = f"MFU {rate * self.flops / peak:.1%}  " if peak else ""
+        self.say(f"step {step:6,}  targets {targets:,}  loss {loss:.4f}  lr {lr:.3e}  "
+                 f"norm {norm:.3f}  {rate:,.0f} targets/s  {mfu}"
+                 f"ETA {left // 3600}:{left // 60 % 60:02}:{left % 60:02}  {memory:.2f} GB")
+        self.write(step=step, targets=targets, loss=loss.item(), lr=lr, grad_norm=norm.item(),
+                   targets_per_second=rate, memory_gb=memory)
+        self.start_clock()
+
+    def held_out(self, step, loss, bytes_per_target):
+        """Report the validation loss, in nats per target."""
+        bits_per_byte = loss / math.log(2) / bytes_per_target
+        self.say(f"step {step:6,}  held-out loss {loss:.4f}  bits per byte {bits_per_byte:.4f}")
+        self.write(step=step, targets=step * self.args.tokens_per_step, val_loss=loss,
+                   val_bits_per_byte=bits_per_byte)
+        self.start_clock()
+
+    def write(self, **row):
+        """Append a row to log.jsonl, once for all processes."""
+        if not self.log:
+            return
+        try:
+            write_row(self.log, row)
+        except OSError as error:  # a full disk costs the row, not the run
+            print(f"step {row['step']}: log row not written: {error}", file=sys.stderr)
+        if self.tensorboard:
+            for key, value in row.items():
+                self.tensorboard.add_scalar(key, value, row["step"])
+            self.tensorboard.flush()
+
+
+def open_tensorboard(out):
+    """Return a SummaryWriter. Raises ValueError if the package is not installed."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise ValueError("--tensorboard: the package is not installed; pip install tensorboard"
+                         ) from None
+    return SummaryWriter(out)
+
+
+def start_profiler(out):
+    """Return a profiler that is to be told of each update; it writes the third to fifth as
+    out/trace.json."""
+    def write(done):
+        done.export_chrome_trace(str(Path(out) / "trace.json"))
+    updates = torch.profiler.schedule(skip_first=1, wait=0, warmup=1, active=3, repeat=1)
+    profiler = torch.profiler.profile(schedule=updates, on_trace_ready=write)
+    profiler.start()
+    return profiler
