@@ -1,21 +1,23 @@
 """Integers to codes: the fixed token codes that replace a trainable input embedding table.
 
-V = 49,152 token ids need only K = ceil(log2 V) = 16 bits, and 16 x 128 = 2048 is the model's width. So a token id t can
-enter the decoder as its own binary code, repeated 128 times, with nothing to train (the paper, section "Method"):
+V = 49,152 token ids need only K = ceil(log2 V) = 16 bits, and 16 x 128 = 2048 is the model's width.
+So a token id t can enter the decoder as its own binary code, repeated 128 times, with nothing to
+train (the paper, section "Method"):
 
-    binary    c_j(t) = floor(t / 2^j) mod 2,   j = 0..K-1           little-endian: column 0 is the lowest bit
-    gf2       g(t)   = A c(t) + b  (mod 2)                          A invertible K x K over GF(2), b = 0 by default
+    binary    c_j(t) = floor(t / 2^j) mod 2     j = 0..K-1, little-endian: column 0 is the low bit
+    gf2       g(t)   = A c(t) + b  (mod 2)      A invertible K x K over GF(2), b = 0 by default
 
-Both are injective, so no two tokens are ever confused; A only changes which tokens look alike. Two controls that the paper
-asks for are continuous: random and sinusoid codes of the same K numbers, no two ids closer than MIN_DISTANCE.
+Both are injective, so no two tokens are ever confused; A only changes which tokens look alike. Two
+controls that the paper asks for are continuous: random and sinusoid codes of the same K numbers, no
+two ids closer than MIN_DISTANCE.
 
-A codebook is one integer array [V, K], so that no cast of the model can change it. FIXED names the functions that make
-them; a new interface is one more function there.
+A codebook is one integer array [V, K], so that no cast of the model can change it. FIXED names the
+functions that make them; a new interface is one more function there.
 
 Usage:
     python codes.py --vocab_size=49152 --code_seed=12345
 
-Reads and writes nothing; arrays of bits are uint8 with values {0, 1}. V = vocab_size, K = n_bits.
+Reads and writes nothing; arrays of bits are uint8, values {0, 1}. V = vocab_size, K = n_bits.
 """
 
 import argparse
@@ -26,25 +28,25 @@ MAX_VOCAB_SIZE = 65_536  # token ids are stored as uint16
 CODE_SEED = 12345        # the paper's recoding matrix
 MIN_WEIGHT = 4           # every row and column of A has at least this many ones (the paper)
 MIN_DISTANCE = 0.1       # between any two continuous codes, after rounding to bfloat16
-FRACTION_BITS = 12       # continuous codes are int16 multiples of 2^-12: +-8, finer than bfloat16 near 1
+FRACTION_BITS = 12       # continuous codes are int16 multiples of 2^-12: +-8, finer than bfloat16
 MAX_DRAWS = 100_000      # at K = 16 one draw in five is accepted; below K = 8 hardly any is
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Binary codes
+# --- Binary codes
 
 def min_bits(vocab_size):
-    """Return K = ceil(log2 V), the fewest bits that give every id of a vocabulary a code of its own.
+    """Return K = ceil(log2 V), the fewest bits that give every id of a vocabulary its own code.
 
     Raises ValueError unless 2 <= vocab_size <= 65,536.
     """
     if not 2 <= vocab_size <= MAX_VOCAB_SIZE:
-        raise ValueError(f"vocab_size={vocab_size}: expected 2 to {MAX_VOCAB_SIZE:,} (ids are stored as uint16)")
+        raise ValueError(f"vocab_size={vocab_size}: expected 2 to {MAX_VOCAB_SIZE:,} "
+                         "(ids are stored as uint16)")
     return (vocab_size - 1).bit_length()
 
 
 def binary_codes(vocab_size, n_bits=None):
-    """Return the little-endian binary code of every id: uint8 [V, n_bits], n_bits = ceil(log2 V) unless given.
+    """Return the little-endian binary code of every id: uint8 [V, n_bits], min_bits unless given.
 
     >>> binary_codes(6)[[1, 2, 5]]
     array([[1, 0, 0],
@@ -58,21 +60,23 @@ def binary_codes(vocab_size, n_bits=None):
     if n_bits < fewest:
         raise ValueError(f"n_bits={n_bits}: vocab_size={vocab_size} needs at least {fewest}")
     ids = np.arange(vocab_size, dtype=np.int64)
-    return (ids[:, None] >> np.arange(n_bits) & 1).astype(np.uint8)
+    shifted = ids[:, None] >> np.arange(n_bits)
+    return (shifted & 1).astype(np.uint8)
 
 
 def codes_to_ids(codes):
-    """Return the integers whose little-endian binary codes are the rows of codes [..., K]: int64 [...]."""
-    return codes.astype(np.int64) @ (1 << np.arange(codes.shape[-1], dtype=np.int64))
+    """Return the integers whose little-endian codes are the rows of codes [..., K]: int64 [...]."""
+    powers = 1 << np.arange(codes.shape[-1], dtype=np.int64)
+    return codes.astype(np.int64) @ powers
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Linear algebra over GF(2): addition is XOR, so everything stays in integers
+# --- Linear algebra over GF(2): addition is XOR, so everything stays in integers
 
 def gf2_eliminate(matrix):
-    """Bring a 0/1 matrix [n, m] to reduced row echelon form over GF(2); return (uint8 [n, m], rank).
+    """Bring a 0/1 matrix [n, m] to reduced row echelon form over GF(2).
 
-    Real-number rank is not rank modulo 2: [[1,1,0],[0,1,1],[1,0,1]] has determinant 2 and GF(2) rank 2.
+    Returns: (uint8 [n, m], rank). Real-number rank is not rank modulo 2: [[1,1,0],[0,1,1],[1,0,1]]
+    has determinant 2 and GF(2) rank 2.
     """
     rows = np.array(matrix, dtype=np.uint8) & 1
     rank = 0
@@ -94,108 +98,122 @@ def gf2_rank(matrix):
 
 
 def gf2_inverse(matrix):
-    """Return the inverse over GF(2) of a 0/1 matrix: uint8 [K, K]. Raises ValueError if it is singular or not square."""
+    """Return the inverse over GF(2) of a 0/1 matrix: uint8 [K, K].
+
+    Raises ValueError if it is singular or not square.
+    """
     matrix = check_matrix(matrix)
     K = len(matrix)
-    return gf2_eliminate(np.hstack([matrix, np.eye(K, dtype=np.uint8)]))[0][:, K:]
+    beside_identity = np.hstack([matrix, np.eye(K, dtype=np.uint8)])
+    reduced, _ = gf2_eliminate(beside_identity)
+    return reduced[:, K:]
 
 
 def check_matrix(matrix, n_bits=None):
-    """Return matrix as uint8 [K, K]; raise ValueError unless it is square, 0/1, invertible and, if given, n_bits wide."""
+    """Return matrix as uint8 [K, K].
+
+    Raises ValueError unless it is square, 0/1, invertible and, if that is given, n_bits wide.
+    """
     matrix = np.asarray(matrix)
     K = matrix.shape[0] if n_bits is None else n_bits
     if matrix.shape != (K, K):
         raise ValueError(f"recoding matrix has shape {matrix.shape}: expected ({K}, {K})")
     if not np.isin(matrix, (0, 1)).all():
         raise ValueError("recoding matrix has entries other than 0 and 1")
-    if (rank := gf2_rank(matrix)) < K:
-        raise ValueError(f"recoding matrix is singular over GF(2): rank {rank}, expected {K}; two tokens would share a code")
+    rank = gf2_rank(matrix)
+    if rank < K:
+        raise ValueError(f"recoding matrix is singular over GF(2): rank {rank}, expected {K}; "
+                         "two tokens would share a code")
     return matrix.astype(np.uint8)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Recoding: g(t) = A c(t) + b
+# --- Recoding: g(t) = A c(t) + b
 
 def draw_recoding(n_bits, code_seed=CODE_SEED, code_offset="0"):
-    """Draw the paper's recoding: whole matrices until one has full rank and no light row or column, then b.
+    """Draw the paper's recoding: A until it has full rank and no light row or column, then b.
 
     Args:
         n_bits: K.
-        code_seed: seed of numpy's frozen legacy stream, so that a seed names one matrix on every machine and version.
-        code_offset: b as "0", as "random" (drawn after A from the same stream), or as the hexadecimal number whose bit j
-            is b_j.
+        code_seed: seed of numpy's frozen legacy stream, so that a seed names one matrix on every
+            machine and version.
+        code_offset: b as "0", as "random" (drawn after A from the same stream), or as the
+            hexadecimal number whose bit j is b_j.
     Returns: (A uint8 [K, K], b uint8 [K]).
     Raises ValueError if no matrix is accepted in MAX_DRAWS draws, or b does not fit in K bits.
     """
     stream = np.random.RandomState(code_seed)
     for _ in range(MAX_DRAWS):
         matrix = stream.randint(0, 2, (n_bits, n_bits)).astype(np.uint8)
-        if min(matrix.sum(0).min(), matrix.sum(1).min()) >= MIN_WEIGHT and gf2_rank(matrix) == n_bits:
+        lightest = min(matrix.sum(0).min(), matrix.sum(1).min())
+        if lightest >= MIN_WEIGHT and gf2_rank(matrix) == n_bits:
             break
     else:
-        raise ValueError(f"no invertible {n_bits} x {n_bits} matrix with all row and column weights >= {MIN_WEIGHT} in "
-                         f"{MAX_DRAWS:,} draws: recoding needs about 8 bits or more, a vocabulary of more than 128 ids")
+        raise ValueError(f"no invertible {n_bits} x {n_bits} matrix with all row and column "
+                         f"weights >= {MIN_WEIGHT} in {MAX_DRAWS:,} draws: recoding needs about "
+                         "8 bits or more, a vocabulary of more than 128 ids")
     if code_offset == "random":
         return matrix, stream.randint(0, 2, n_bits).astype(np.uint8)
+    return matrix, parse_offset(code_offset, n_bits)
+
+
+def parse_offset(code_offset, n_bits):
+    """Return b, uint8 [K], of a hexadecimal number whose bit j is b_j."""
     try:
-        offset = int(code_offset, 16)
+        number = int(code_offset, 16)
     except ValueError:
-        offset = -1
-    if not 0 <= offset < 1 << n_bits:
-        raise ValueError(f"code_offset={code_offset}: expected 'random' or a hexadecimal number below {1 << n_bits:#x}")
-    return matrix, (offset >> np.arange(n_bits) & 1).astype(np.uint8)
+        number = -1
+    if not 0 <= number < 1 << n_bits:
+        raise ValueError(f"code_offset={code_offset}: expected 'random' or a hexadecimal number "
+                         f"below {1 << n_bits:#x}")
+    return ((number >> np.arange(n_bits)) & 1).astype(np.uint8)
 
 
 def recode(codes, matrix, offset):
-    """Return A c + b over GF(2) for every row c of codes: uint8 [V, K]. A acts on columns: row i of A makes bit i.
+    """Return A c + b over GF(2) for every row c of codes: uint8 [V, K]. Row i of A makes bit i.
 
-    Raises ValueError if matrix is singular or its shape or the offset's does not fit the codes.
+    Raises ValueError if matrix is singular, or its shape or the offset's does not fit the codes.
     """
-    matrix = check_matrix(matrix, codes.shape[1])
-    offset = np.asarray(offset)
-    if offset.shape != (codes.shape[1],) or not np.isin(offset, (0, 1)).all():
-        raise ValueError(f"code offset has shape {offset.shape}: expected ({codes.shape[1]},) of zeros and ones")
-    return ((codes.astype(np.int64) @ matrix.T + offset) & 1).astype(np.uint8)
+    K = codes.shape[1]
+    matrix, offset = check_matrix(matrix, K), np.asarray(offset)
+    if offset.shape != (K,) or not np.isin(offset, (0, 1)).all():
+        raise ValueError(f"code offset has shape {offset.shape}: expected ({K},) of zeros and ones")
+    sums = codes.astype(np.int64) @ matrix.T + offset
+    return (sums & 1).astype(np.uint8)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Continuous controls: K real numbers an id, as int16 multiples of 2^-12
+# --- Continuous controls: K real numbers an id, as int16 multiples of 2^-12
 
 def to_fixed_point(values):
-    """Return float values [V, K] as int16 [V, K] in units of 2^-12. Raises ValueError if two rows are then closer than
-    MIN_DISTANCE after rounding to bfloat16, the coarsest dtype of use."""
+    """Return float values [V, K] as int16 [V, K] in units of 2^-12.
+
+    Raises ValueError if two rows are then closer than MIN_DISTANCE after rounding to bfloat16, the
+    coarsest dtype of use.
+    """
     codes = np.clip(np.rint(values * 2**FRACTION_BITS), -2**15, 2**15 - 1).astype(np.int16)
-    nearest = min_distance(to_bfloat16(codes * np.float32(2**-FRACTION_BITS)), MIN_DISTANCE)
+    used = to_bfloat16(codes * np.float32(2**-FRACTION_BITS))
+    nearest = min_distance(used, MIN_DISTANCE)
     if nearest < MIN_DISTANCE:
-        raise ValueError(f"two ids have codes {nearest:.3f} apart: expected at least {MIN_DISTANCE}; another --code_seed or a "
-                         "smaller vocabulary would do")
+        raise ValueError(f"two ids have codes {nearest:.3f} apart: expected at least "
+                         f"{MIN_DISTANCE}; another --code_seed or a smaller vocabulary would do")
     return codes
 
 
 def to_bfloat16(values):
     """Return float32 values rounded to the nearest bfloat16 (ties to even), as float32."""
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-    return (bits + 0x7FFF + (bits >> 16 & 1) & 0xFFFF_0000).astype(np.uint32).view(np.float32)
+    odd = (bits >> 16) & 1  # the lowest bit that stays
+    rounded = (bits + 0x7FFF + odd) & 0xFFFF_0000
+    return rounded.astype(np.uint32).view(np.float32)
 
 
-def min_distance(values, limit, rows=256):
-    """Return the smallest Euclidean distance between two rows of float32 [V, K], or limit if none is closer than that.
-
-    Rows are sorted by their first number, so that only rows less than limit apart in it have to be compared.
-    """
-    values = values[np.argsort(values[:, 0])]
-    ends = np.searchsorted(values[:, 0], values[:, 0] + np.float32(limit), side="right")
-    squared, nearest = (values**2).sum(1), limit**2
-    for start in range(0, len(values), rows):
-        stop = min(start + rows, len(values))
-        d = squared[start:stop, None] + squared[start:ends[stop - 1]] - 2 * values[start:stop] @ values[start:ends[stop - 1]].T
-        np.fill_diagonal(d, np.inf)
-        nearest = min(nearest, d.min())
-    return float(np.sqrt(max(nearest, 0)))
+def min_distance(values, limit):
+    """Return the smallest distance between two rows of [V, K], or limit if none is below it."""
+    from scipy.spatial import KDTree  # here, because the bits need none of its second of loading
+    distances, _ = KDTree(values).query(values, k=2, distance_upper_bound=limit)
+    return float(min(distances[:, 1].min(), limit))  # column 0 is the row itself
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The fixed interfaces: (V, seed, offset) -> {"codebook": integers [V, K], and what else a checkpoint should carry}
+# --- The fixed interfaces: (V, seed, offset) -> {"codebook": integers [V, K], what else to store}
 
 def fixed_binary(vocab_size, code_seed, code_offset):
     """The id's own bits (the paper)."""
@@ -205,33 +223,35 @@ def fixed_binary(vocab_size, code_seed, code_offset):
 def fixed_gf2(vocab_size, code_seed, code_offset):
     """The bits recoded by A and b (the paper)."""
     matrix, offset = draw_recoding(min_bits(vocab_size), code_seed, code_offset)
-    return {"codebook": recode(binary_codes(vocab_size), matrix, offset), "matrix": matrix, "offset": offset}
+    codebook = recode(binary_codes(vocab_size), matrix, offset)
+    return {"codebook": codebook, "matrix": matrix, "offset": offset}
 
 
 def fixed_random(vocab_size, code_seed, code_offset):
     """K standard normal numbers: as many dimensions as the bits, without their structure."""
-    return {"codebook": to_fixed_point(np.random.RandomState(code_seed).standard_normal((vocab_size, min_bits(vocab_size))))}
+    stream = np.random.RandomState(code_seed)
+    return {"codebook": to_fixed_point(stream.standard_normal((vocab_size, min_bits(vocab_size))))}
 
 
 def fixed_sinusoid(vocab_size, code_seed, code_offset):
-    """Sines and cosines of the id at frequencies V^(-2i/K), i = 0..K/2-1, as a Transformer's positions (arXiv 1706.03762)."""
+    """Sines and cosines of the id at frequencies V^(-2i/K), i = 0..K/2-1 (arXiv 1706.03762)."""
     K = min_bits(vocab_size)
-    angles = np.arange(vocab_size)[:, None] * float(vocab_size) ** (-2 * np.arange((K + 1) // 2) / K)
+    frequencies = float(vocab_size) ** (-2 * np.arange((K + 1) // 2) / K)
+    angles = np.arange(vocab_size)[:, None] * frequencies
     return {"codebook": to_fixed_point(np.hstack((np.sin(angles), np.cos(angles)))[:, :K])}
 
 
-FIXED = {"binary": fixed_binary, "gf2": fixed_gf2, "random": fixed_random, "sinusoid": fixed_sinusoid}
+FIXED = dict(binary=fixed_binary, gf2=fixed_gf2, random=fixed_random, sinusoid=fixed_sinusoid)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Checks
+# --- Checks
 
 def code_report(codes):
     """Return the facts of a codebook uint8 [V, K] that the paper reports, as plain Python values.
 
-    Keys: vocab_size, n_bits, injective (bool), zero_ids (the ids whose code is all zero: their input vector is 0),
-    weight_histogram (ids by Hamming weight 0..K), weight_mean, weight_variance, bit_counts (ids in which bit j is set),
-    distance_histogram (pairs of ids by Hamming distance 0..K).
+    Keys: vocab_size, n_bits, injective (bool), zero_ids (whose code is all zero: their input vector
+    is 0), weight_histogram (ids by Hamming weight 0..K), weight_mean, weight_variance, bit_counts
+    (ids in which bit j is set), distance_histogram (pairs of ids by Hamming distance 0..K).
     """
     V, K = codes.shape
     weights = codes.sum(1, dtype=np.int64)
@@ -251,20 +271,21 @@ def code_report(codes):
 def distance_histogram(codes):
     """Return how many unordered pairs of ids have codes of Hamming distance 0..K.
 
-    All V^2 / 2 pairs at once: the XOR-autocorrelation of the set of codes, by a Walsh-Hadamard transform of size 2^K.
+    All V^2 / 2 pairs at once: the XOR-autocorrelation of the set of codes, by a Walsh-Hadamard
+    transform of size 2^K.
     """
     K = codes.shape[1]
-    present = np.bincount(codes_to_ids(codes), minlength=1 << K)
-
-    def transform(a):
-        for _ in range(K):  # transform the index's lowest bit, which then becomes its highest
-            a = np.concatenate((a[::2] + a[1::2], a[::2] - a[1::2]))
-        return a
-
-    pairs = transform(transform(present.astype(np.int64)) ** 2) >> K  # ordered pairs by XOR, each id with itself at 0
-    pairs[0] -= len(codes)
+    present = np.bincount(codes_to_ids(codes), minlength=1 << K).astype(np.int64)
+    pairs = walsh_hadamard(walsh_hadamard(present, K) ** 2, K) >> K  # ordered pairs, by their XOR
+    pairs[0] -= len(codes)  # each id with itself
     weight = binary_codes(1 << K).sum(1)
     return [int(pairs[weight == h].sum()) // 2 for h in range(K + 1)]
+
+
+def walsh_hadamard(a, n_bits):
+    for _ in range(n_bits):  # transform the index's lowest bit, which then becomes its highest
+        a = np.concatenate((a[::2] + a[1::2], a[::2] - a[1::2]))
+    return a
 
 
 def print_report(name, codes):
@@ -272,19 +293,26 @@ def print_report(name, codes):
     facts = code_report(codes)
     V = facts["vocab_size"]
     zero = ", ".join(map(str, facts["zero_ids"])) or "none"
-    print(f"{name}: {V:,} codes of {facts['n_bits']} bits, injective: {'yes' if facts['injective'] else 'NO'}, "
-          f"all-zero code: id {zero}")
-    print(f"  Hamming weight: mean {facts['weight_mean']:.6f}, variance {facts['weight_variance']:.6f}")
-    print("  ids by weight:  " + " ".join(f"{h}:{n}" for h, n in enumerate(facts["weight_histogram"]) if n))
-    print("  bit is set in:  " + " ".join(f"{j}:{n / V:.4f}" for j, n in enumerate(facts["bit_counts"])) + " of the ids")
+    weights = [f"{h}:{n}" for h, n in enumerate(facts["weight_histogram"]) if n]
+    shares = [f"{j}:{n / V:.4f}" for j, n in enumerate(facts["bit_counts"])]
+    print(f"{name}: {V:,} codes of {facts['n_bits']} bits, injective: "
+          f"{'yes' if facts['injective'] else 'NO'}, all-zero code: id {zero}")
+    print(f"  Hamming weight: mean {facts['weight_mean']:.6f}, "
+          f"variance {facts['weight_variance']:.6f}")
+    print(f"  ids by weight:  {' '.join(weights)}")
+    print(f"  bit is set in:  {' '.join(shares)} of the ids")
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, usage=argparse.SUPPRESS, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--vocab_size", type=int, default=49_152, help="V, 2 to 65,536 (default: %(default)s, the paper's)")
-    parser.add_argument("--code_seed", type=int, default=CODE_SEED, help="which recoding matrix (default: %(default)s)")
-    parser.add_argument("--code_offset", default="0", help="b: 0, random, or hexadecimal (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, usage=argparse.SUPPRESS, allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--vocab_size", type=int, default=49_152,
+                        help="V, 2 to 65,536 (default: %(default)s, the paper's)")
+    parser.add_argument("--code_seed", type=int, default=CODE_SEED,
+                        help="which recoding matrix (default: %(default)s)")
+    parser.add_argument("--code_offset", default="0",
+                        help="b: 0, random, or hexadecimal (default: %(default)s)")
     args = parser.parse_args()
     try:
         codes = binary_codes(args.vocab_size)
@@ -295,10 +323,12 @@ def main():
         parser.error(str(error))
     print()
     print_report("gf2", recode(codes, matrix, offset))
-    print(f"\nA of seed {args.code_seed}: rank {gf2_rank(matrix)} of {K}, {matrix.sum()} ones, A A^-1 = I: "
-          f"{'yes' if ((matrix.astype(int) @ gf2_inverse(matrix) & 1) == np.eye(K)).all() else 'NO'}")
+    product = matrix.astype(int) @ gf2_inverse(matrix) & 1
+    print(f"\nA of seed {args.code_seed}: rank {gf2_rank(matrix)} of {K}, {matrix.sum()} ones, "
+          f"A A^-1 = I: {'yes' if (product == np.eye(K)).all() else 'NO'}")
     for i, row in enumerate(matrix):
-        print(f"  row {i:2d}  {''.join(map(str, row))}  weight {row.sum():2d}  hex {codes_to_ids(row):0{(K + 3) // 4}x}")
+        bits, hexadecimal = "".join(map(str, row)), f"{codes_to_ids(row):0{(K + 3) // 4}x}"
+        print(f"  row {i:2d}  {bits}  weight {row.sum():2d}  hex {hexadecimal}")
     print("  column weights  " + " ".join(map(str, matrix.sum(0))))
     print("b               " + "".join(map(str, offset)))
 

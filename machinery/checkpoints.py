@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict as full_state
 
+from machinery.costs import count_parameters
 from machinery.runs import check_resumable, list_checkpoints
 from model import Decoder, FixedCodes, ModelConfig
 
@@ -34,7 +35,7 @@ def facts_of(model):
     for every interface, the numbers of parameters and the code report."""
     codes = model.model.embed_tokens
     return {"initial_body_sha256": hash_tensors(model.group_parameters()["body"]),
-            "parameters": model.count(),
+            "parameters": count_parameters(model),
             "code_report": codes.report() if isinstance(codes, FixedCodes) else None}
 
 

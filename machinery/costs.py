@@ -13,13 +13,39 @@ from machinery.runs import read_log
 from model import INIT_STD, Decoder, FixedCodes
 
 
+def count_parameters(model):
+    """Return the numbers of values of a Decoder by group.
+
+    Keys: input, body, head (trainable), buffers; trainable, stored, decayed (matrices), matmul
+    (matrices used as such: all but a learned table, which is looked up).
+    """
+    n = {}
+    for group, members in model.group_parameters().items():
+        n[group] = sum(p.numel() for _, p in members)
+    trainable = sum(n.values())
+    buffers = sum(b.numel() for b in model.buffers())
+    decayed = sum(p.numel() for p in model.parameters() if p.dim() == 2)
+    return n | {"buffers": buffers, "trainable": trainable, "stored": trainable + buffers,
+                "decayed": decayed, "matmul": decayed - n["input"]}
+
+
+def flops_per_target(model):
+    """Return training FLOPs per target without recomputation: (matmuls 6N, causal attention).
+
+    Attention is 12 L C T if every query met every key (PaLM, arXiv 2204.02311, appendix B); half is
+    masked.
+    """
+    c = model.config
+    return 6 * count_parameters(model)["matmul"], 6 * c.n_layer * c.n_embd * c.block_size
+
+
 def print_model(config, weight_decay, say):
     """Print what the model is made of; return its FLOPs per target. Needs no memory for the
     weights."""
     with torch.device("meta"):
         model = Decoder(config)
-    n = model.count()
-    matmul, attention = model.flops_per_target()
+    n = count_parameters(model)
+    matmul, attention = flops_per_target(model)
     say(f"input {config.input}: {config.n_layer} layers x {config.n_embd}, {config.n_head} heads, "
         f"FFN {config.n_ffn}, context {config.block_size}, vocabulary {config.vocab_size:,}")
     if isinstance(model.model.embed_tokens, FixedCodes):

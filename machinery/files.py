@@ -1,4 +1,4 @@
-"""Files that are whole or not there, and their sha256."""
+"""Files that are whole or not there, and their sha256; every stage uses this room."""
 
 import hashlib
 import os
@@ -6,17 +6,23 @@ from pathlib import Path
 
 
 def first_line(error):
+    """Return the first line of an exception's message, or the name of its kind if it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def sha256(data):
+    """Return the sha256 (hexadecimal) of bytes."""
+    return hashlib.sha256(data).hexdigest()
 
 
 def sha256_of(*paths):
     """Return the sha256 (hexadecimal) of the contents of files, one after another."""
-    sha256 = hashlib.sha256()
+    digest = hashlib.sha256()
     for path in paths:
         with open(path, "rb") as file:
             while block := file.read(1 << 20):
-                sha256.update(block)
-    return sha256.hexdigest()
+                digest.update(block)
+    return digest.hexdigest()
 
 
 def write_whole(path, data):
@@ -28,7 +34,3 @@ def write_whole(path, data):
         file.flush()
         os.fsync(file.fileno())
     aside.replace(path)
-
-
-def sha256(data):
-    return hashlib.sha256(data).hexdigest()

@@ -1,29 +1,39 @@
-"""Log-likelihoods with each token run once: shared prefixes and packed rows."""
+"""Log-likelihoods with each token run once, of a checkpoint of ours or of a reference model.
 
+For evaluate.py's held-out loss and, through machinery/harness.py, for its benchmarks. Equal inputs
+are run once, and so is a prefix that several share: prefix and suffixes lie in one row as a tree,
+or, where a row would be too long, the suffixes are run on the prefix's keys and values. So a
+question is read once for all its answers, and MMLU's worked examples once for all questions of a
+subject. Short rows are packed: there is little padding (machinery/packing.py).
+"""
+
+import hashlib
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Callable
 
 import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from tqdm import tqdm
 
-SHARING_COST = 8        # a group must save more than this part of its tokens, as rows of groups are wider; else one shared
+from machinery.packing import count_tokens, cut_request, lay_out, make_groups, plan_batches
 
-                        # word would be enough
-ROW = 512               # the longest row that several sequences may lie in: attention there is dense
-
-CACHED = 4              # times --batch_tokens: positions whose keys and values a batch may look at
-
-SOFTMAX_ROWS = 128      # logits in float32 at a time
-
-PADDING = 32            # a batch ends where more than this part of --batch_tokens would be padding
+MAX_LENGTH = 2048   # the paper's, for every model: a longer context would give a reference longer
+#                     prompts and windows
+SOFTMAX_ROWS = 128  # logits in float32 at a time, which stay in a CPU's cache
 
 
 @dataclass
 class Candidate:
     """A model that can be scored.
 
-    forward(idx (B, T), positions=None, mask=None, cache=None, select=(rows, columns)) -> logits (n, V), as Decoder.forward;
-    encode(texts, special) -> lists of ids; special lets the tokenizer add what it adds to a text (a Llama's BOS);
-    generate(prompt ids, max_new_tokens, temperature, top_k, generator=None) -> the ids that follow, one by one.
+    forward(idx (B, T), positions=None, mask=None, cache=None, select=(rows, columns)) -> logits
+    (n, V), as Decoder.forward; encode(texts, special) -> lists of ids, where special lets the
+    tokenizer add what it adds to a text (a Llama's BOS); generate(prompt ids, max_new_tokens,
+    temperature, top_k, generator=None) -> the ids that follow, one by one.
     """
     forward: Callable
     new_cache: Callable
@@ -38,92 +48,191 @@ class Candidate:
     note: str = ""      # what to know about its scores
 
 
-def share_prefixes(rows, limits):
-    """Cut sorted rows into groups whose common prefix is run once. Rows that begin alike are one group, or the groups of
-    those among them that begin alike further, whichever saves more tokens, less one in SHARING_COST of what is left to run.
+class Scorer:
+    """Scores (context, continuation) requests with a Candidate, in this process or in many.
 
     Args:
-        rows: int32 arrays, all different, in an order that keeps equal beginnings together.
-        limits: how much of each row, from its start, may be in a prefix.
-    Returns: (prefix length, first row, last row + 1) of each group; length 0 for a row on its own.
-
-        a b c d          -> (3, 0, 3)      the prefix a b c, then d, e f and g
-        a b c e f
-        a b c g
-        x y              -> (0, 3, 4)
+        max_length: T, the most positions of an input; None takes the smaller of MAX_LENGTH and the
+            candidate's own.
+        batch_tokens: tokens to run at a time, padding included; halved where memory does not do.
+        share: run common prefixes once. Without it every distinct input is a row of its own; the
+            scores are the same.
+        cache: finished requests are kept in files of this name (.0 for process 0), and taken from
+            them; None keeps none.
+    Raises ValueError for a max_length that the candidate does not take.
     """
-    stack = []  # nested intervals of rows that begin alike, the widest first: [common length, first row, saved, groups]
-    before = np.cumsum([0, *map(len, rows)])
-    for end in range(1, len(rows) + 1):
-        common = -1
-        if end < len(rows):
-            n = min(limits[end - 1], limits[end])
-            differ = np.flatnonzero(rows[end - 1][:n] != rows[end][:n])
-            common = int(differ[0]) if differ.size else n
-        start, saved, groups = end - 1, 0, [(0, end - 1, end)]
-        while stack and stack[-1][0] > common:  # these intervals end here: each is one group, or the groups inside it
-            length, start, inside, members = stack.pop()
-            saved, groups = inside + saved, members + groups
-            again = (end - start - 1) * length
-            if (whole := again - (before[end] - before[start] - again) / SHARING_COST) > saved:
-                saved, groups = whole, [(length, start, end)]
-        if stack and stack[-1][0] == common:
-            stack[-1][2] += saved
-            stack[-1][3] += groups
-        else:
-            stack.append([common, start, saved, groups])
-    return stack[0][3] if stack else []
+
+    def __init__(self, candidate, device="cpu", max_length=None, batch_tokens=2048, share=True,
+                 cache=None):
+        self.candidate = candidate
+        self.device = torch.device(device)
+        self.batch_tokens = batch_tokens
+        self.share = share
+        self.max_length = min(MAX_LENGTH, candidate.context) if max_length is None else max_length
+        if not 1 <= self.max_length <= candidate.context:
+            raise ValueError(f"--max_length={max_length}: {candidate.facts['name']} takes 1 to "
+                             f"{candidate.context}")
+        self.part, self.parts = 0, 1  # this process, of so many
+        if dist.is_initialized():
+            self.part, self.parts = dist.get_rank(), dist.get_world_size()
+        self.cache = None if cache is None else Path(cache)
+        self.finished = {}  # digest of (input, targets) -> (log-likelihood, is greedy)
+        self.read_cache()
+        if self.parts > 1:
+            dist.barrier()  # nobody writes before everyone has read
+
+    def read_cache(self):
+        """Take the finished requests of earlier processes; a killed one may leave half a line."""
+        paths = sorted(self.cache.parent.glob(f"{self.cache.name}.*")) if self.cache else []
+        for path in paths:
+            for line in path.read_text().splitlines():
+                fields = line.split()
+                if len(fields) == 3 and len(fields[0]) == 32:
+                    self.finished[fields[0]] = (float(fields[1]), fields[2] == "1")
+
+    def keep(self, found):
+        """Add {key: (log-likelihood, is greedy)} to what is finished, here and in the cache."""
+        self.finished |= found
+        if self.cache:
+            self.cache.parent.mkdir(parents=True, exist_ok=True)
+            with open(f"{self.cache}.{self.part}", "a") as file:
+                for key, (nats, greedy) in found.items():
+                    file.write(f"{key} {nats!r} {greedy:d}\n")
+
+    def remove_cache(self):
+        paths = self.cache.parent.glob(f"{self.cache.name}.*") if self.cache else []
+        for path in paths:
+            path.unlink()
+
+    def score(self, pairs):
+        """Return [(log-likelihood in nats, is greedy), ...] of (context, continuation) int32 ids;
+        (0.0, True) for an empty continuation."""
+        scores, todo, owners = [(0.0, True)] * len(pairs), {}, []
+        for i, (context, continuation) in enumerate(pairs):
+            for row, targets in cut_request(context, continuation, self.max_length):
+                row, targets = row.tobytes(), targets.tobytes()
+                key = hashlib.blake2b(row + b"|" + targets, digest_size=16).hexdigest()
+                owners.append((i, key))
+                if key not in self.finished:
+                    todo[key] = (row, targets)
+        self.run(todo)
+        for i, key in owners:
+            nats, greedy = self.finished[key]
+            scores[i] = (scores[i][0] + nats, scores[i][1] and greedy)
+        return scores
+
+    def run(self, todo):
+        """Score {key: (row, targets)}, int32 as bytes, into self.finished; each process a part."""
+        groups = make_groups(todo, self.share)[self.part::self.parts]
+        batches = plan_batches(groups, self.batch_tokens, self.share)
+        bar = tqdm(total=sum(map(count_tokens, groups)), unit=" tokens", unit_scale=True,
+                   disable=self.part > 0 or None)
+        prefix, cache = None, None
+        while batches:
+            shared, rows = batches[0]
+            try:
+                if shared is not prefix:
+                    prefix, cache = shared, self.run_prefix(shared)
+                found = self.score_rows(rows, cache)
+            except RuntimeError as error:
+                if len(rows) == 1 or not is_out_of_memory(error):
+                    raise
+                self.batch_tokens //= 2
+                print(f"out of memory; continuing with --batch_tokens={self.batch_tokens}",
+                      file=sys.stderr)
+                batches = halve(batches)
+                continue
+            self.keep(found)
+            bar.update(sum(sum(map(count_tokens, row)) for row in rows))
+            batches = batches[1:]
+        bar.close()
+        if self.parts > 1:
+            everyone = [None] * self.parts
+            own = {key: self.finished[key] for key in todo if key in self.finished}
+            dist.all_gather_object(everyone, own)
+            for found in everyone:
+                self.finished |= found
+
+    @torch.inference_mode()
+    def run_prefix(self, prefix):
+        """Return the keys and values of a prefix, int32 ids; None of an empty one."""
+        if not len(prefix):
+            return None
+        ids = torch.from_numpy(prefix[None].astype(np.int64)).to(self.device)
+        cache, nowhere = self.candidate.new_cache(), ids[0, :0]
+        self.candidate.forward(ids, cache=cache, select=(nowhere, nowhere))
+        return cache
+
+    @torch.inference_mode()
+    def score_rows(self, rows, cache):
+        """Run packed rows as one batch on a prefix's keys and values, or on none; return {key:
+        (log-likelihood, is greedy)}."""
+        layout = lay_out(rows)
+        T = layout.ids.shape[1]
+        # Answers to one question begin at one place, whose logits are made once.
+        wanted = np.concatenate([places for _, _, places in layout.scored])
+        places, index = np.unique(wanted, return_inverse=True)
+        past, options = 0, {}
+        if cache:
+            past = cache[0]["k"].size(2)
+            options["cache"] = [expand(layer, len(rows)) for layer in cache]
+        if any(len(row) > 1 or len(row[0].members) > 1 for row in rows):
+            options["positions"] = past + self.tensor(layout.positions)
+            options["mask"] = tree_mask(self.tensor(layout.trees), self.tensor(layout.branches),
+                                        past)
+        logits = self.candidate.forward(
+            self.tensor(layout.ids),
+            select=(self.tensor(places // T), self.tensor(places % T)), **options)
+        targets = np.concatenate([targets for _, targets, _ in layout.scored]).astype(np.int64)
+        nats, greedy = log_likelihoods(logits, self.tensor(index), self.tensor(targets))
+        starts = np.cumsum([0, *(len(targets) for _, targets, _ in layout.scored[:-1])])
+        sums = np.add.reduceat(nats.double().cpu().numpy(), starts).tolist()
+        greedy = np.logical_and.reduceat(greedy.cpu().numpy(), starts).tolist()
+        return {key: scored for (key, _, _), scored in zip(layout.scored, zip(sums, greedy))}
+
+    def tensor(self, array):
+        return torch.from_numpy(array).to(self.device)
 
 
-def count_tokens(group):
-    """Return the tokens that a group costs: (prefix length, [(row, what is scored on it), ...])."""
-    length, members = group
-    return length + sum(len(row) - length for row, _ in members)
+def is_out_of_memory(error):
+    return isinstance(error, torch.OutOfMemoryError) or "not enough memory" in str(error)
 
 
-def lay_out(rows):
-    """Return (ids, positions, trees, branches, pieces) of packed rows: lists of groups, each of which lies in its row as a
-    tree, the prefix once and then the suffixes, each of which sees the prefix and itself.
+def halve(batches):
+    """Return the batches in halves, every other row each, so that both have long rows and short."""
+    halves = []
+    for shared, rows in batches:
+        halves += [(shared, half) for half in (rows[::2], rows[1::2]) if half]
+    return halves
 
-        ids        a b c d e f g x y       of the rows a b c d, a b c e f, a b c g and x y
-        positions  0 1 2 3 3 4 3 0 1
-        trees      0 0 0 0 0 0 0 1 1
-        branches   0 0 0 1 2 2 3 1 1       0 is seen by all of its tree
 
-    The four are int64 (B, T), padded on the right with a tree of their own; pieces are (key, targets, places): where the
-    targets are predicted, as indices into the flattened ids.
+def expand(layer, n):
+    """Return one prefix's keys and values for n rows; a view, no copy."""
+    return {name: tensor.expand(n, -1, -1, -1) for name, tensor in layer.items()}
+
+
+def tree_mask(trees, branches, past):
+    """Return the mask, bool (B, 1, T, past + T), of a Layout's trees and branches: an id sees the
+    cached prefix, and before it in its own tree the tree's prefix and its own branch."""
+    same_tree = trees[:, :, None] == trees[:, None]
+    same_branch = branches[:, :, None] == branches[:, None]
+    seen = same_tree.tril() & ((branches[:, None] == 0) | same_branch)
+    return F.pad(seen, (past, 0), value=True)[:, None]
+
+
+def log_likelihoods(logits, index, targets):
+    """Return (nats float32 [n], greedy bool [n]) of targets [n], each predicted by the row index[n]
+    of logits (m, V): its log-probability, and whether it is the first of the most probable.
+
+    In float32, also for a bfloat16 model. By the harness's own formula: log_softmax is 8e-6 nats a
+    token off the exact value on a CPU, logsumexp is not.
     """
-    shape = len(rows), max(sum(map(count_tokens, row)) for row in rows)
-    ids, positions, branches = np.zeros((3, *shape), np.int64)
-    trees, pieces = np.full(shape, -1), []
-    for b, row in enumerate(rows):
-        at = 0
-        for tree, (length, members) in enumerate(row):
-            front = np.arange(at, at + length)
-            ids[b, front], positions[b, front], trees[b, front] = members[0][0][:length], np.arange(length), tree
-            at += length
-            for branch, (own, scored) in enumerate(members, 1):
-                n = len(own) - length
-                back = np.arange(at, at + n)
-                ids[b, back], positions[b, back], trees[b, back] = own[length:], np.arange(length, len(own)), tree
-                branches[b, back] = branch
-                at += n
-                places = b * shape[1] + np.concatenate((front, back))
-                pieces += [(key, targets, places[len(own) - len(targets):]) for key, targets in scored]
-    return ids, positions, trees, branches, pieces
-
-
-def cut_documents(tokens, starts, block_size):
-    """Yield (document, ids) windows that together hold every target of every document once.
-
-    Args:
-        tokens, starts: a mapped shard, uint16 [n_tokens] and int64 [n_documents + 1].
-        block_size: T; a window has 2 to T + 1 ids, the first of them context only:
-
-            document   t0 t1 t2 t3 t4 t5 t6          T = 3
-            window     t0>t1>t2>t3                   targets t1 t2 t3
-            window              t3>t4>t5>t6          targets t4 t5 t6
-    """
-    for document, (start, end) in enumerate(zip(starts[:-1].tolist(), starts[1:].tolist())):
-        for at in range(start, end - 1, block_size):
-            yield document, tokens[at:min(at + block_size + 1, end)].astype(np.int32)
+    nats = torch.empty(len(index), device=logits.device)
+    greedy = torch.empty_like(index, dtype=torch.bool)
+    for at in range(0, len(logits), SOFTMAX_ROWS):
+        some = logits[at:at + SOFTMAX_ROWS].float()
+        here = (index >= at) & (index < at + SOFTMAX_ROWS)
+        row, target = index[here] - at, targets[here]
+        nats[here] = F.log_softmax(some, dim=-1)[row, target]
+        greedy[here] = some.max(dim=-1).indices[row] == target  # argmax takes three times as long
+    return nats, greedy

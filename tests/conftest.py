@@ -1,4 +1,4 @@
-"""Small prepared data sets, made once by prepare.py itself from documents written here."""
+"""Small prepared data sets, made by prepare.py itself from documents written here."""
 
 import json
 import os
@@ -8,11 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from preparing import ROOT, WORDS, run
 
-ROOT = Path(__file__).parents[1]
-os.environ["HF_HUB_OFFLINE"] = "1"   # no test may wait for a network
-os.environ["OMP_NUM_THREADS"] = "1"  # models this small lose by a second thread, and badly so on a busy machine
-WORDS = "the of and a to in is you that it he was for on are as with his they at be this have from or one had by word".split()
+from machinery.tokenizer import train_tokenizer
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # no test may wait for a network
+os.environ["OMP_NUM_THREADS"] = "1"  # models this small lose by a second thread
 
 
 @pytest.fixture(scope="session")
@@ -25,6 +26,35 @@ def data_dir(tmp_path_factory):
             for i in range(40):
                 text = " ".join(rng.choices(WORDS, k=rng.choice((5, 60, 150, 400))))
                 file.write(json.dumps({"id": f"{shard}-{i}", "text": text}) + "\n")
-    subprocess.run([sys.executable, ROOT / "prepare.py", f"--source={folder}/documents-*.jsonl", "--tokenizer=train:300",
-                    "--val_fraction=0.2", f"--out={folder}/data"], check=True, capture_output=True)
+    subprocess.run([sys.executable, ROOT / "prepare.py", f"--source={folder}/documents-*.jsonl",
+                    "--tokenizer=train:300", "--val_fraction=0.2", f"--out={folder}/data"],
+                   check=True, capture_output=True)
     return folder / "data"
+
+
+@pytest.fixture(scope="session")
+def tokenizer_path(tmp_path_factory):
+    """A byte-level BPE of 600 ids, trained on prepare.py."""
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    text = (ROOT / "prepare.py").read_text()
+    path.write_text(train_tokenizer([text, "0 1 2 the end\r\n\t "], 600).to_str())
+    return str(path)
+
+
+@pytest.fixture
+def flags(tokenizer_path, tmp_path):
+    """A function that returns flags of prepare.py; paths are those in this test's directory."""
+    def flags(source="*.parquet", out="out", tokenizer=tokenizer_path, val_fraction=0):
+        return [f"--source={tmp_path}/{source}", f"--out={tmp_path}/{out}",
+                f"--tokenizer={tokenizer}", f"--val_fraction={val_fraction}"]
+    return flags
+
+
+@pytest.fixture
+def prep(flags):
+    """A function that runs prepare.py in this process and returns the directory it prepared."""
+    def prep(source="*.parquet", *more, **settings):
+        asked = flags(source, **settings)
+        run(*asked, *more)
+        return Path(asked[1].removeprefix("--out="))
+    return prep

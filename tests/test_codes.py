@@ -33,7 +33,8 @@ ROWS = "69ae 2991 1e6b ce69 e607 16b7 7ba2 a3ed 1d2d db08 7956 111d 5344 e7ea 8a
 
 
 def run(*flags):
-    return subprocess.run([sys.executable, "codes.py", *flags], cwd=ROOT, capture_output=True, text=True)
+    words = [sys.executable, "codes.py", *flags]
+    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
 
 
 # --- binary codes
@@ -42,7 +43,8 @@ def test_docstring_examples():
     assert doctest.testmod(codes).failed == 0
 
 
-@pytest.mark.parametrize("vocab_size, bits", [(2, 1), (3, 2), (4, 2), (5, 3), (33, 6), (3072, 12), (49_152, 16), (65_536, 16)])
+@pytest.mark.parametrize("vocab_size, bits", [
+    (2, 1), (3, 2), (4, 2), (5, 3), (33, 6), (3072, 12), (49_152, 16), (65_536, 16)])
 def test_min_bits(vocab_size, bits):
     assert min_bits(vocab_size) == bits
     assert binary_codes(vocab_size).shape == (vocab_size, bits)
@@ -61,8 +63,9 @@ def test_any_sufficient_width_works_and_a_smaller_one_is_refused():
         binary_codes(33, 5)
 
 
-@pytest.mark.parametrize("i, bits", [(1, [0]), (2, [1]), (256, [8]), (32_768, [15]), (12345, [0, 3, 4, 5, 12, 13]),
-                                     (49_151, [j for j in range(16) if j != 14])])
+@pytest.mark.parametrize("i, bits", [
+    (1, [0]), (2, [1]), (256, [8]), (32_768, [15]), (12345, [0, 3, 4, 5, 12, 13]),
+    (49_151, [j for j in range(16) if j != 14])])
 def test_little_endian(i, bits):
     assert np.flatnonzero(binary_codes(65_536)[i]).tolist() == bits
 
@@ -76,8 +79,10 @@ def test_codes_of_all_ids_by_arithmetic_and_back():
 
 def test_weights_of_the_papers_vocabulary():
     facts = code_report(binary_codes(V))
-    assert facts["weight_histogram"] == [comb(14, h) + 2 * (comb(14, h - 1) if h else 0) for h in range(16)] + [0]
-    assert facts["weight_histogram"][:4] == [1, 16, 119, 546] and facts["weight_histogram"][15] == 2
+    histogram = facts["weight_histogram"]
+    for h in range(1, 16):  # bits 0 to 13 free; of bits 14 and 15 none, the one or the other
+        assert histogram[h] == comb(14, h) + 2 * comb(14, h - 1)
+    assert histogram[:4] == [1, 16, 119, 546] and histogram[15:] == [2, 0]
     assert facts["weight_mean"] == pytest.approx(23 / 3, abs=1e-12)
     assert facts["weight_variance"] == pytest.approx(67 / 18, abs=1e-12)
     assert facts["bit_counts"] == [V // 2] * 14 + [V // 3] * 2
@@ -89,7 +94,8 @@ def test_weights_of_the_papers_vocabulary():
 def test_rank_is_taken_modulo_2():
     singular = [[1, 1, 0], [0, 1, 1], [1, 0, 1]]  # determinant 2 over the integers
     assert np.linalg.matrix_rank(singular) == 3 and gf2_rank(singular) == 2
-    assert gf2_rank(np.eye(16)) == 16 and gf2_rank(np.triu(np.ones((16, 16)))) == 16 and gf2_rank(np.zeros((4, 4))) == 0
+    assert gf2_rank(np.eye(16)) == 16 and gf2_rank(np.triu(np.ones((16, 16)))) == 16
+    assert gf2_rank(np.zeros((4, 4))) == 0
     with pytest.raises(ValueError, match="singular"):
         gf2_inverse(singular)
 
@@ -101,7 +107,8 @@ def test_inverse_of_random_matrices():
         if gf2_rank(matrix) == 16:
             found += 1
             inverse = gf2_inverse(matrix).astype(int)
-            assert (matrix @ inverse % 2 == np.eye(16)).all() and (inverse @ matrix % 2 == np.eye(16)).all()
+            assert (matrix @ inverse % 2 == np.eye(16)).all()
+            assert (inverse @ matrix % 2 == np.eye(16)).all()
     # P(invertible) = prod (1 - 2^-i) = 0.2887925; 200 draws have a standard deviation of 0.032.
     assert abs(found / 200 - 0.2887925) < 0.1
 
@@ -143,12 +150,14 @@ def test_images_of_the_papers_recoding():
     images = codes_to_ids(recode(binary_codes(V), *draw_recoding(16, 12345)))
     assert images[[0, 1, 2, 3, 4, 49_151]].tolist() == [0, 18878, 42101, 60875, 40369, 4148]
     matrix, offset = draw_recoding(16, 12345)
-    assert codes_to_ids(recode(binary_codes(V), matrix.T, offset))[1] == 27054  # what a transposed load would give
+    transposed = codes_to_ids(recode(binary_codes(V), matrix.T, offset))
+    assert transposed[1] == 27054  # what a transposed load would give
 
 
 def test_weights_of_the_papers_recoding():
     facts = code_report(recode(binary_codes(V), *draw_recoding(16, 12345)))
-    assert facts["weight_histogram"] == [1, 15, 99, 441, 1393, 3255, 5915, 8521, 9675, 8629, 6065, 3315, 1347, 389, 81, 11, 0]
+    assert facts["weight_histogram"] == [
+        1, 15, 99, 441, 1393, 3255, 5915, 8521, 9675, 8629, 6065, 3315, 1347, 389, 81, 11, 0]
     assert facts["injective"] and facts["zero_ids"] == [0]
 
 
@@ -158,17 +167,19 @@ def test_every_recoding_balances_every_bit(seed):
     assert gf2_rank(matrix) == 16 and min(matrix.sum(0).min(), matrix.sum(1).min()) >= 4
     recoded = recode(binary_codes(V), matrix, offset)
     facts = code_report(recoded)
-    assert facts["bit_counts"] == [V // 2] * 16 and facts["weight_mean"] == 8 and facts["injective"]
+    assert facts["bit_counts"] == [V // 2] * 16 and facts["weight_mean"] == 8
+    assert facts["injective"]
     # Undoing b and A gives the ids back.
-    inverse = gf2_inverse(matrix)
-    assert (codes_to_ids(recode(recoded ^ offset, inverse, np.zeros(16, int))) == np.arange(V)).all()
+    back = recode(recoded ^ offset, gf2_inverse(matrix), np.zeros(16, int))
+    assert (codes_to_ids(back) == np.arange(V)).all()
 
 
 def test_offset_as_hexadecimal():
     offset = draw_recoding(16, 12345, "8001")[1]
     assert np.flatnonzero(offset).tolist() == [0, 15]
     matrix = draw_recoding(16)[0]
-    zero = codes_to_ids(recode(offset[None], gf2_inverse(matrix), np.zeros(16, int)))[0]  # A c = b has the zero code
+    # The id with A c = b has the zero code.
+    zero = codes_to_ids(recode(offset[None], gf2_inverse(matrix), np.zeros(16, int)))[0]
     assert code_report(recode(binary_codes(65_536), matrix, offset))["zero_ids"] == [zero]
     for wrong in ("10000", "-1", "xyz", ""):
         with pytest.raises(ValueError, match="code_offset"):
@@ -180,8 +191,9 @@ def test_impossible_weight_rule_ends():
         draw_recoding(4)
 
 
-@pytest.mark.parametrize("matrix, message", [(np.zeros((16, 16)), "singular"), (np.eye(15), r"\(15, 15\)"), (2 * np.eye(16), "other than 0 and 1"),
-                                             (np.ones(16), "shape")])
+@pytest.mark.parametrize("matrix, message", [
+    (np.zeros((16, 16)), "singular"), (np.eye(15), r"\(15, 15\)"),
+    (2 * np.eye(16), "other than 0 and 1"), (np.ones(16), "shape")])
 def test_wrong_matrices_are_refused(matrix, message):
     with pytest.raises(ValueError, match=message):
         recode(binary_codes(V), matrix, np.zeros(16))
@@ -197,10 +209,10 @@ def test_wrong_offsets_are_refused(offset):
 
 @pytest.mark.parametrize("vocab_size", [2, 5, 100, 300])
 def test_distance_histogram_counts_every_pair(vocab_size):
-    matrix, offset = (np.eye(min_bits(vocab_size), dtype=np.uint8), np.ones(min_bits(vocab_size), np.uint8))
-    for table in (binary_codes(vocab_size), recode(binary_codes(vocab_size), matrix, offset)):
+    K, binary = min_bits(vocab_size), binary_codes(vocab_size)
+    for table in (binary, recode(binary, np.eye(K, dtype=np.uint8), np.ones(K, np.uint8))):
         distances = (table[:, None] ^ table[None]).sum(2)[np.triu_indices(vocab_size, 1)]
-        assert distance_histogram(table) == np.bincount(distances, minlength=table.shape[1] + 1).tolist()
+        assert distance_histogram(table) == np.bincount(distances, minlength=K + 1).tolist()
 
 
 def test_bfloat16_rounding_is_torchs():
@@ -213,7 +225,8 @@ def test_min_distance_is_the_smallest_of_all_pairs():
     values = np.random.RandomState(0).standard_normal((500, 3)).astype(np.float32)
     distances = np.sqrt(((values[:, None] - values[None]) ** 2).sum(2))[np.triu_indices(500, 1)]
     assert min_distance(values, 1.0) == pytest.approx(distances.min(), rel=1e-3)
-    assert min_distance(values, distances.min() / 2) == pytest.approx(distances.min() / 2)  # none is closer than the limit
+    limit = distances.min() / 2  # none is closer
+    assert min_distance(values, limit) == pytest.approx(limit)
 
 
 @pytest.mark.parametrize("name", ["random", "sinusoid"])
@@ -243,12 +256,15 @@ def test_ids_too_close_are_refused():
 def test_command_line_prints_the_matrix_and_its_checks():
     result = run("--vocab_size=49152", "--code_seed=12345")
     assert result.returncode == 0, result.stderr
-    for expected in ("0111010110010110", "69ae", "rank 16 of 16", "132 ones", "mean 7.666667", "variance 3.722222", "mean 8.000000",
-                     "injective: yes", "9 8 9 9 4 9 8 8 10 10 7 9 9 8 8 7", "15:2", "14:0.3333"):
+    for expected in ("0111010110010110", "69ae", "rank 16 of 16", "132 ones", "mean 7.666667",
+                     "variance 3.722222", "mean 8.000000", "injective: yes",
+                     "9 8 9 9 4 9 8 8 10 10 7 9 9 8 8 7", "15:2", "14:0.3333"):
         assert expected in result.stdout
 
 
-@pytest.mark.parametrize("flags", [["--vocab_size=65537"], ["--vocab_size=10"], ["--code_offset=zz"], ["--nonsense"]])
-def test_command_line_errors_are_one_line(flags):
-    result = run(*flags)
-    assert result.returncode == 2 and len(result.stderr.splitlines()) == 1 and result.stderr.startswith("codes.py: error: ")
+@pytest.mark.parametrize("flag", [
+    "--vocab_size=65537", "--vocab_size=10", "--code_offset=zz", "--nonsense"])
+def test_command_line_errors_are_one_line(flag):
+    result = run(flag)
+    assert result.returncode == 2 and len(result.stderr.splitlines()) == 1
+    assert result.stderr.startswith("codes.py: error: ")

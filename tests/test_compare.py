@@ -19,16 +19,23 @@ def scores(name="a", seed=0, n=200, p=0.6, **protocol):
 
     def choice(task, n):
         acc = (r.random(n) < p).astype(float).tolist()
-        return {"metrics": {"alias": task, "acc": float(np.mean(acc)), "acc_stderr": 0.0123}, "version": 1, "num_fewshot": 0, "n_docs": n, "n_requests": 4 * n,
-                "n_truncated": 0, "prompts_sha256": task, "tokens_sha256": task,
-                "docs": {"doc_id": list(range(n)), "responses": [[[-1.0, False]]] * n, "loglikelihood": r.normal(-5, 1, n).tolist(), "acc": acc}}
+        docs = {"doc_id": list(range(n)), "responses": [[[-1.0, False]]] * n,
+                "loglikelihood": r.normal(-5, 1, n).tolist(), "acc": acc}
+        return {"metrics": {"alias": task, "acc": float(np.mean(acc)), "acc_stderr": 0.0123},
+                "version": 1, "num_fewshot": 0, "n_docs": n, "n_requests": 4 * n, "n_truncated": 0,
+                "prompts_sha256": task, "tokens_sha256": task, "docs": docs}
+
     page = choice("page", 12)
-    lengths = r.integers(50, 500, 12)
-    bits = [(float(-nats), int(size)) for nats, size in zip(lengths * r.normal(0.7, 0.05, 12), lengths)]
-    page["metrics"] = {"bits_per_byte": -sum(b for b, _ in bits) / math.log(2) / sum(s for _, s in bits), "bits_per_byte_stderr": "N/A"}
-    page["docs"] = {"doc_id": list(range(12)), "responses": [b for b, _ in bits], "loglikelihood": [b for b, _ in bits], "bits_per_byte": bits}
-    return {"model": {"name": f"out/{name}", "step": 1}, "protocol": {"dtype": "float32", "max_length": 2048, "lm_eval": "0.4.13"} | protocol,
-            "tasks": {"piqa": choice("piqa", n), "wikitext": page, "mmlu_x": choice("mmlu_x", 40), "mmlu_y": choice("mmlu_y", 60)},
+    sizes = r.integers(50, 500, 12)
+    nats = (-sizes * r.normal(0.7, 0.05, 12)).tolist()
+    page["metrics"] = {"bits_per_byte": -sum(nats) / math.log(2) / sum(sizes.tolist()),
+                       "bits_per_byte_stderr": "N/A"}
+    page["docs"] = {"doc_id": list(range(12)), "responses": nats, "loglikelihood": nats,
+                    "bits_per_byte": list(zip(nats, sizes.tolist()))}
+    return {"model": {"name": f"out/{name}", "step": 1},
+            "protocol": {"dtype": "float32", "max_length": 2048, "lm_eval": "0.4.13"} | protocol,
+            "tasks": {"piqa": choice("piqa", n), "wikitext": page, "mmlu_x": choice("mmlu_x", 40),
+                      "mmlu_y": choice("mmlu_y", 60)},
             "groups": {"mmlu": {"metrics": {"acc": 0.3}, "tasks": ["mmlu_x", "mmlu_y"]}}}
 
 
@@ -47,22 +54,27 @@ def output(monkeypatch, capsys, *arguments):
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("b,c", ((0, 0), (0, 1), (1, 0), (3, 3), (2, 9), (40, 70), (700, 590), (3000, 3001)))
+@pytest.mark.parametrize("b, c", [
+    (0, 0), (0, 1), (1, 0), (3, 3), (2, 9), (40, 70), (700, 590), (3000, 3001)])
 def test_mcnemar_equals_the_exact_binomial_test(b, c):
     expected = stats.binomtest(b, b + c, 0.5).pvalue if b + c else 1.0
     assert statistics.mcnemar(b, c) == pytest.approx(expected, rel=1e-9)
 
 
 def test_mcnemar_closed_forms():
-    assert statistics.mcnemar(0, 5) == 2 / 2**5 and statistics.mcnemar(1, 5) == 2 * (1 + 6) / 2**6 and statistics.mcnemar(4, 4) == 1.0
+    assert statistics.mcnemar(0, 5) == 2 / 2**5
+    assert statistics.mcnemar(1, 5) == 2 * (1 + 6) / 2**6
+    assert statistics.mcnemar(4, 4) == 1.0
 
 
 def test_holm_by_hand_and_against_scipy_s_neighbour():
     assert statistics.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
-    assert statistics.holm([0.9]) == [0.9] and statistics.holm([0.6, 0.7]) == [1.0, 1.0] and statistics.holm([]) == []
+    assert statistics.holm([0.6, 0.7]) == [1.0, 1.0]
+    assert statistics.holm([0.9]) == [0.9] and statistics.holm([]) == []
     p = np.random.default_rng(0).random(9) ** 3
     corrected = np.array(statistics.holm(p))
-    # Step-down: hypothesis i is rejected at level a if and only if all smaller ones are, each at a / (number left).
+    # Step-down: hypothesis i is rejected at level a if and only if all smaller ones are, each at
+    # a / (number left).
     for level in (0.01, 0.05, 0.2, 0.5):
         order, rejected = np.argsort(p), np.zeros(9, bool)
         for left, place in zip(range(9, 0, -1), order):
@@ -76,9 +88,11 @@ def test_bootstrap_equals_scipy():
     r = np.random.default_rng(1)
     difference = r.normal(0.3, 2, 150)
     low, high, p = statistics.paired_bootstrap(difference, np.ones(150), 20_000)
-    theirs = stats.bootstrap((difference,), np.mean, n_resamples=20_000, method="percentile", random_state=0).confidence_interval
-    assert (low, high) == (pytest.approx(theirs.low, abs=0.02), pytest.approx(theirs.high, abs=0.02))
-    # Closed form: the resampled mean is about normal around the mean, with the standard error of the population.
+    theirs = stats.bootstrap((difference,), np.mean, n_resamples=20_000, method="percentile",
+                             random_state=0).confidence_interval
+    assert (low, high) == pytest.approx((theirs.low, theirs.high), abs=0.02)
+    # Closed form: the resampled mean is about normal around the mean, with the standard error of
+    # the population.
     error = difference.std() / math.sqrt(150)
     assert p == pytest.approx(2 * stats.norm.sf(abs(difference.mean()) / error), rel=0.15)
     assert high - low == pytest.approx(2 * 1.96 * error, rel=0.04)
@@ -90,13 +104,14 @@ def test_bootstrap_of_a_ratio():
     difference = weight * r.normal(0.1, 0.3, 80)
     low, high, _ = statistics.paired_bootstrap(difference, weight, 20_000)
     ratio = difference.sum() / weight.sum()
-    error = math.sqrt(((difference - ratio * weight) ** 2).sum()) / weight.sum()  # the delta method
-    assert (low + high) / 2 == pytest.approx(ratio, abs=0.1 * error) and high - low == pytest.approx(2 * 1.96 * error, rel=0.05)
+    error = math.sqrt(((difference - ratio * weight) ** 2).sum()) / weight.sum()  # delta method
+    assert (low + high) / 2 == pytest.approx(ratio, abs=0.1 * error)
+    assert high - low == pytest.approx(2 * 1.96 * error, rel=0.05)
 
 
 @pytest.mark.parametrize("kind", ("accuracy", "loglikelihood"))
 def test_interval_covers_nearly_as_often_as_it_says(kind):
-    """Of 400 synthetic pairs of models with a known true difference, about 95 % of the intervals hold it."""
+    """Of 400 synthetic pairs of models, about 95 % of the intervals hold the true difference."""
     r, covered = np.random.default_rng(3), 0
     for i in range(400):
         if kind == "accuracy":
@@ -110,33 +125,49 @@ def test_interval_covers_nearly_as_often_as_it_says(kind):
 
 def test_p_values_are_uniform_where_there_is_no_difference():
     r = np.random.default_rng(4)
-    p = [statistics.paired_bootstrap(r.normal(0, 1, 100), np.ones(100), 400, seed=i)[2] for i in range(300)]
-    assert 0.02 < np.mean(np.array(p) < 0.05) < 0.09 and 0.4 < np.mean(p) < 0.6
+    p = np.array([statistics.paired_bootstrap(r.normal(0, 1, 100), np.ones(100), 400, seed=i)[2]
+                  for i in range(300)])
+    assert 0.02 < (p < 0.05).mean() < 0.09 and 0.4 < p.mean() < 0.6
 
 
 def test_a_model_against_itself(write, monkeypatch, capsys):
     a, again = write("a", scores()), write("again", scores())
     found = json.loads(output(monkeypatch, capsys, a, again, "--format=json"))
     tests = found["pairs"][0]["tests"]
-    assert {(t["task"], t["metric"]) for t in tests} == {("piqa", "acc"), ("piqa", "loglikelihood"), ("wikitext", "bits_per_byte"), ("mmlu", "acc"), ("mmlu", "loglikelihood")}
-    assert all(t["difference"] == 0 and t["p"] == 1 and t["p_holm"] == 1 and t["low"] == t["high"] == 0 for t in tests)
+    assert {(t["task"], t["metric"]) for t in tests} == {
+        ("piqa", "acc"), ("piqa", "loglikelihood"), ("wikitext", "bits_per_byte"),
+        ("mmlu", "acc"), ("mmlu", "loglikelihood")}
+    for t in tests:
+        assert t["difference"] == t["low"] == t["high"] == 0 and t["p"] == t["p_holm"] == 1
 
 
 def test_pairs_are_the_same_documents(write, monkeypatch, capsys):
-    """The order of the documents in a file does not matter; a group's documents are all its tasks'."""
+    """Their order in a file does not matter; a group's documents are all its tasks'."""
     first, other = scores(seed=1, p=0.5), scores("b", seed=2, p=0.8)
     shuffled = json.loads(json.dumps(other))
     for task in shuffled["tasks"].values():
         for values in task["docs"].values():
             values.reverse()
-    results = [json.loads(output(monkeypatch, capsys, write("a", first), write("b", values), "--format=json"))["pairs"][0]["tests"] for values in (other, shuffled)]
-    assert [(t["difference"], t.get("only_first")) for t in results[0]] == [(pytest.approx(t["difference"]), t.get("only_first")) for t in results[1]]
-    piqa = next(t for t in results[0] if (t["task"], t["metric"]) == ("piqa", "acc"))
-    a, b = (np.array(values["tasks"]["piqa"]["docs"]["acc"]) for values in (first, other))
-    assert piqa["difference"] == pytest.approx(b.mean() - a.mean()) and piqa["only_first"] == ((a == 1) & (b == 0)).sum() and piqa["only_other"] == ((a == 0) & (b == 1)).sum()
-    assert piqa["p"] == pytest.approx(stats.binomtest(piqa["only_first"], piqa["only_first"] + piqa["only_other"]).pvalue)
-    assert next(t for t in results[0] if t["task"] == "mmlu")["n"] == 100
-    page = next(t for t in results[0] if t["task"] == "wikitext")
+
+    def tests_of(values):
+        paths = write("a", first), write("b", values)
+        result = json.loads(output(monkeypatch, capsys, *paths, "--format=json"))
+        return {(t["task"], t["metric"]): t for t in result["pairs"][0]["tests"]}
+
+    tests, again = tests_of(other), tests_of(shuffled)
+    for key, t in tests.items():
+        assert t["difference"] == pytest.approx(again[key]["difference"])
+        assert t.get("only_first") == again[key].get("only_first")
+    piqa = tests["piqa", "acc"]
+    a = np.array(first["tasks"]["piqa"]["docs"]["acc"])
+    b = np.array(other["tasks"]["piqa"]["docs"]["acc"])
+    assert piqa["difference"] == pytest.approx(b.mean() - a.mean())
+    only_first, only_other = ((a == 1) & (b == 0)).sum(), ((a == 0) & (b == 1)).sum()
+    assert (piqa["only_first"], piqa["only_other"]) == (only_first, only_other)
+    expected = stats.binomtest(int(only_first), int(only_first + only_other)).pvalue
+    assert piqa["p"] == pytest.approx(expected)
+    assert tests["mmlu", "acc"]["n"] == 100
+    page = tests["wikitext", "bits_per_byte"]
     assert page["first"] == pytest.approx(first["tasks"]["wikitext"]["metrics"]["bits_per_byte"])
 
 
@@ -152,9 +183,12 @@ def test_other_differences_are_marked(write, monkeypatch, capsys):
     other = scores("b", dtype="bfloat16", max_length=1024)
     other["tasks"]["piqa"] |= {"tokens_sha256": "other", "n_truncated": 3}
     out = output(monkeypatch, capsys, write("a", scores()), write("b", other))
-    assert "NOTE:" in out and "dtype: float32 there, bfloat16 here" in out and "max_length: 2048 there, 1024 here" in out
-    assert "other token ids in 1 of 4 tasks" in out and "other numbers of truncated requests in 1 of 4" in out
-    assert "NOTE" not in output(monkeypatch, capsys, write("a", scores()), write("c", scores("c", seed=5)))
+    for said in ("NOTE:", "dtype: float32 there, bfloat16 here",
+                 "max_length: 2048 there, 1024 here", "other token ids in 1 of 4 tasks",
+                 "other numbers of truncated requests in 1 of 4"):
+        assert said in out
+    alike = write("a", scores()), write("c", scores("c", seed=5))
+    assert "NOTE" not in output(monkeypatch, capsys, *alike)
 
 
 def test_accuracies_that_are_shares_are_points_too(write, monkeypatch, capsys):
@@ -163,10 +197,11 @@ def test_accuracies_that_are_shares_are_points_too(write, monkeypatch, capsys):
     for file in files:
         docs = file["tasks"]["piqa"]["docs"]
         docs["acc"] = [value * 0.7 for value in docs["acc"]]
-    text = output(monkeypatch, capsys, *(write(name, file) for name, file in zip("ab", files)))
-    row = next(line for line in text.splitlines() if line.startswith("piqa") and "bootstrap" in line and "  acc  " in line)
-    difference = 100 * (np.mean(files[1]["tasks"]["piqa"]["docs"]["acc"]) - np.mean(files[0]["tasks"]["piqa"]["docs"]["acc"]))
-    assert f"{difference:+.3f} points" in row
+    text = output(monkeypatch, capsys, write("a", files[0]), write("b", files[1]))
+    row = next(line for line in text.splitlines()
+               if line.startswith("piqa") and "bootstrap" in line and "  acc  " in line)
+    first, other = (np.mean(file["tasks"]["piqa"]["docs"]["acc"]) for file in files)
+    assert f"{100 * (other - first):+.3f} points" in row
 
 
 def test_tables(write, monkeypatch, capsys):
@@ -176,16 +211,19 @@ def test_tables(write, monkeypatch, capsys):
     piqa = next(line for line in lines if line.startswith("piqa") and "acc, %" in line)
     assert "±1.23" in piqa and piqa.split()[-2:] == ["70.51", "71.16"]
     assert "paper: binary" in lines[0] and "paper: gf2" in lines[0] and "mmlu_x" not in text
-    assert "exact McNemar" in text and "p (Holm)" in text and "points" in text and "bits/byte" in text
+    for said in ("exact McNemar", "p (Holm)", "points", "bits/byte"):
+        assert said in text
     markdown = output(monkeypatch, capsys, a, b, "--format=markdown")
     table = [line for line in markdown.splitlines() if line.startswith("|")]
-    assert table[1].startswith("| --- | --- | ---:") and len({line.count("|") for line in table[:4]}) == 1
+    assert table[1].startswith("| --- | --- | ---:")
+    assert len({line.count("|") for line in table[:4]}) == 1
     single = output(monkeypatch, capsys, a)
     assert "McNemar" not in single and "piqa" in single
     assert "paper" not in single
 
 
-@pytest.mark.parametrize("content,said", (("{", "not JSON"), ("[]", "not a scores file"), ('{"loss": 1}', "not a scores file")))
+@pytest.mark.parametrize("content, said", [
+    ("{", "not JSON"), ("[]", "not a scores file"), ('{"loss": 1}', "not a scores file")])
 def test_other_files_are_refused(tmp_path, monkeypatch, content, said):
     (tmp_path / "x.json").write_text(content)
     monkeypatch.setattr(sys, "argv", ["compare.py", str(tmp_path / "x.json")])
@@ -193,9 +231,13 @@ def test_other_files_are_refused(tmp_path, monkeypatch, content, said):
         compare.main()
 
 
-@pytest.mark.parametrize("arguments", (["--published=nobody"], ["--resamples=5"], ["--format=xml"], []))
-def test_wrong_flags(monkeypatch, capsys, arguments):
-    monkeypatch.setattr(sys, "argv", ["compare.py", *(["a.json"] if arguments else []), *arguments])
+@pytest.mark.parametrize("arguments, said", [
+    (["a.json", "--published=nobody"], "expected some of binary"),
+    (["a.json", "--resamples=5"], "expected 100 or more"),
+    (["a.json", "--format=xml"], "invalid choice"),
+    ([], "required")])
+def test_wrong_flags(monkeypatch, capsys, arguments, said):
+    monkeypatch.setattr(sys, "argv", ["compare.py", *arguments])
     with pytest.raises(SystemExit) as error:
         compare.main()
-    assert error.value.code == 2 and "expected" in capsys.readouterr().err.replace("invalid choice", "expected").replace("required", "expected")
+    assert error.value.code == 2 and said in capsys.readouterr().err

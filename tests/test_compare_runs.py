@@ -1,4 +1,4 @@
-"""Comparisons of training runs: the statistics against closed forms and scipy, what is refused, what is written."""
+"""Comparisons of runs: the statistics against closed forms and scipy, refusals, what is written."""
 
 import json
 import math
@@ -25,41 +25,55 @@ def code_report(rng):
     bits = np.array([[int(b) for b in f"{i:012b}"] for i in rng.permutation(2**K)[:V]])
     distances = np.concatenate([(bits[i] != bits[i + 1:]).sum(1) for i in range(V)])
     counts, edges = np.histogram(16.0 * bits.sum(1), bins=40)
-    return {"vocab_size": V, "n_bits": K, "weight_histogram": np.bincount(bits.sum(1), minlength=K + 1).tolist(),
-            "bit_counts": bits.sum(0).tolist(), "distance_histogram": np.bincount(distances, minlength=K + 1).tolist(),
-            "squared_norms": {"mean": 16 * bits.sum() / V, "min": 0, "max": 192, "histogram": {"edges": edges.tolist(), "counts": counts.tolist()}},
+    return {"vocab_size": V, "n_bits": K, "bit_counts": bits.sum(0).tolist(),
+            "weight_histogram": np.bincount(bits.sum(1), minlength=K + 1).tolist(),
+            "distance_histogram": np.bincount(distances, minlength=K + 1).tolist(),
+            "squared_norms": {
+                "mean": 16 * bits.sum() / V, "min": 0, "max": 192,
+                "histogram": {"edges": edges.tolist(), "counts": counts.tolist()}},
             "zero_ids": np.flatnonzero(~bits.any(1)).tolist()}
 
 
 def write_run(folder, name, seed=1, cost=0.0, noise=0.01, report=None, **config):
-    """Write a run whose loss is `cost` nats above a common curve, as train.py and evaluate.py score leave it."""
+    """Write a run, as training and a score leave it, `cost` nats above a common curve."""
     path = folder / name
     path.mkdir(parents=True)
-    shared, own = np.random.default_rng(7), np.random.default_rng([seed, len(name), int(1000 * cost)])
-    config = {"input": "learned", "seed": seed, "n_layer": 4, "n_embd": 192, "n_head": 4, "n_ffn": 512, "block_size": 256, "vocab_size": V,
-              "max_targets": 40_000, "tokens_per_step": 4096, "max_lr": 0.003, "dtype": "float32", "out": str(path), "code_seed": 12345,
-              "code_offset": "0", "data_fingerprint": "f" * 64, "initial_body_sha256": f"body {seed} {config.get('n_layer', 4)}",
-              "parameters": {"input": 589_824, "body": 1_771_200, "head": 589_824, "buffers": 0, "trainable": 2_950_848}, "code_report": report} | config
+    shared = np.random.default_rng(7)
+    own = np.random.default_rng([seed, len(name), int(1000 * cost)])
+    config = {"input": "learned", "seed": seed, "n_layer": 4, "n_embd": 192, "n_head": 4,
+              "n_ffn": 512, "block_size": 256, "vocab_size": V, "max_targets": 40_000,
+              "tokens_per_step": 4096, "max_lr": 0.003, "dtype": "float32", "out": str(path),
+              "code_seed": 12345, "code_offset": "0", "data_fingerprint": "f" * 64,
+              "initial_body_sha256": f"body {seed} {config.get('n_layer', 4)}",
+              "parameters": {"input": 589_824, "body": 1_771_200, "head": 589_824, "buffers": 0,
+                             "trainable": 2_950_848},
+              "code_report": report} | config
     (path / "config.json").write_text(json.dumps(config))
-    with open(path / "log.jsonl", "w") as log:
-        for step in range(11):
-            targets, loss = step * 4096, 3.4 + 4.6 * math.exp(-step / 3) + cost * (1 + math.exp(-step / 3)) + own.normal(0, noise)
-            log.write(json.dumps({"step": step, "targets": targets, "val_loss": loss, "val_bits_per_byte": loss}) + "\n")
-            if step < 10:
-                log.write(json.dumps({"step": step + 1, "targets": targets + 4096, "loss": loss, "lr": 0.003, "grad_norm": 1.0,
-                                      "targets_per_second": 9000.0 + step}) + "\n")
+    rows = []
+    for step in range(11):
+        decay = math.exp(-step / 3)
+        loss = 3.4 + 4.6 * decay + cost * (1 + decay) + own.normal(0, noise)
+        rows.append({"step": step, "targets": step * 4096, "val_loss": loss,
+                     "val_bits_per_byte": loss})
+        if step < 10:
+            rows.append({"step": step + 1, "targets": step * 4096 + 4096, "loss": loss, "lr": 0.003,
+                         "grad_norm": 1.0, "targets_per_second": 9000.0 + step})
+    (path / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     targets = shared.integers(50, 5000, 60)
-    nats = targets * (3.4 + shared.normal(0, 0.5, 60) + cost + own.normal(0, noise, 60) + own.normal(0, noise))
+    level = 3.4 + shared.normal(0, 0.5, 60) + cost + own.normal(0, noise, 60) + own.normal(0, noise)
+    documents = [{"targets": int(t), "bytes": int(3 * t), "nats": t * nats}
+                 for t, nats in zip(targets, level)]
     (path / "heldout-00000010.json").write_text(json.dumps({
-        "step": 10, "dtype": "float32", "loss": nats.sum() / targets.sum(), "bits_per_byte": 1.5,
-        "documents": [{"targets": int(t), "bytes": int(3 * t), "nats": n} for t, n in zip(targets, nats)]}))
+        "step": 10, "dtype": "float32", "loss": (targets * level).sum() / targets.sum(),
+        "bits_per_byte": 1.5, "documents": documents}))
     return path
 
 
 @pytest.fixture
 def six_runs(tmp_path):
     """learned and binary, 0.3 nats above it, with seeds 1, 2, 3."""
-    return [write_run(tmp_path, f"{name}-s{seed}", seed, cost, input=name) for name, cost in (("learned", 0.0), ("binary", 0.3)) for seed in (1, 2, 3)]
+    return [write_run(tmp_path, f"{name}-s{seed}", seed, cost, input=name)
+            for name, cost in (("learned", 0.0), ("binary", 0.3)) for seed in (1, 2, 3)]
 
 
 def edit(path, **changes):
@@ -67,7 +81,8 @@ def edit(path, **changes):
 
 
 def command(*arguments):
-    return subprocess.run([sys.executable, str(ROOT / "compare.py"), *map(str, arguments)], capture_output=True, text=True)
+    words = [sys.executable, str(ROOT / "compare.py"), *map(str, arguments)]
+    return subprocess.run(words, capture_output=True, text=True)
 
 
 # --- statistics
@@ -76,7 +91,8 @@ def command(*arguments):
 def test_student_interval_is_scipys(n):
     values = np.random.default_rng(n).normal(3, 1, n)
     mean, half = statistics.student_interval(values)
-    assert (mean - half, mean + half) == pytest.approx(stats.t.interval(0.95, n - 1, values.mean(), stats.sem(values)))
+    theirs = stats.t.interval(0.95, n - 1, values.mean(), stats.sem(values))
+    assert (mean - half, mean + half) == pytest.approx(theirs)
 
 
 def test_student_interval_of_three_by_hand():
@@ -86,12 +102,15 @@ def test_student_interval_of_three_by_hand():
 
 
 def interval(difference, weight=None, resamples=10_000):
-    return statistics.paired_bootstrap(np.array(difference, float), np.ones(len(difference)) if weight is None else np.array(weight, float), resamples)[:2]
+    difference = np.array(difference, float)
+    weight = np.ones(len(difference)) if weight is None else np.array(weight, float)
+    return statistics.paired_bootstrap(difference, weight, resamples)[:2]
 
 
 def test_bootstrap_of_a_mean_is_scipys():
     d = np.random.default_rng(1).exponential(1, 40)
-    theirs = stats.bootstrap((d,), np.mean, n_resamples=10_000, method="percentile", random_state=np.random.default_rng(2)).confidence_interval
+    theirs = stats.bootstrap((d,), np.mean, n_resamples=10_000, method="percentile",
+                             random_state=np.random.default_rng(2)).confidence_interval
     assert interval(d) == pytest.approx(tuple(theirs), abs=0.02)  # the error of 10,000 resamples
 
 
@@ -99,8 +118,13 @@ def test_bootstrap_of_a_ratio_is_scipys_and_nearly_the_linearised_one():
     rng = np.random.default_rng(3)
     weights = rng.integers(10, 1000, 300).astype(float)
     d = weights * rng.normal(0.3, 0.2, 300)
-    theirs = stats.bootstrap((d, weights), lambda d, w, axis: d.sum(axis) / w.sum(axis), paired=True, n_resamples=10_000,
-                             method="percentile", random_state=np.random.default_rng(4)).confidence_interval
+
+    def mean(d, w, axis):
+        return d.sum(axis) / w.sum(axis)
+
+    theirs = stats.bootstrap((d, weights), mean, paired=True, n_resamples=10_000,
+                             method="percentile",
+                             random_state=np.random.default_rng(4)).confidence_interval
     ratio = d.sum() / weights.sum()
     half = 1.959964 * math.sqrt(((d - ratio * weights) ** 2).sum()) / weights.sum()
     assert interval(d, weights) == pytest.approx(tuple(theirs), abs=1e-3)
@@ -111,7 +135,8 @@ def test_bootstrap_is_deterministic_and_exact_where_it_can_be():
     d = np.random.default_rng(5).normal(0, 1, 1000)
     assert interval(d) == interval(d) != interval(d, resamples=200)
     assert interval(np.zeros(7)) == (0, 0)
-    assert interval(0.25 * np.arange(1, 9), np.arange(1, 9)) == (0.25, 0.25)  # a constant ratio has no spread
+    # A constant ratio has no spread.
+    assert interval(0.25 * np.arange(1, 9), np.arange(1, 9)) == (0.25, 0.25)
 
 
 def test_coverage_of_both_intervals_is_near_nominal():
@@ -122,18 +147,26 @@ def test_coverage_of_both_intervals_is_near_nominal():
         low, high = interval(weights * (0.1 + rng.standard_t(5, 80)), weights, 600)
         covered += low <= 0.1 <= high
     assert 0.915 <= covered / n <= 0.975  # 0.95, less what a percentile interval of 80 units loses
-    covered = sum(abs(mean - 1) <= half for mean, half in (statistics.student_interval(rng.normal(1, 2, 3)) for _ in range(4000)))
+    covered = 0
+    for _ in range(4000):
+        mean, half = statistics.student_interval(rng.normal(1, 2, 3))
+        covered += abs(mean - 1) <= half
     assert 0.94 <= covered / 4000 <= 0.96
 
 
 # --- what is compared
 
 @pytest.mark.parametrize("config, name", [
-    ({"input": "learned", "code_seed": 7, "code_offset": "0"}, "learned"), ({"input": "gf2", "code_seed": 7, "code_offset": "0"}, "gf2 code 7"),
-    ({"input": "gf2", "code_seed": 7, "code_offset": "2a"}, "gf2 code 7 offset 2a"), ({"input": "random", "code_seed": 3}, "random code 3"),
-    ({"input": "binary", "code_seed": 9, "code_values": "01", "code_scale": "1", "lift": "tile", "table_free": False}, "binary"),
-    ({"input": "binary", "code_values": "pm1", "code_scale": "matched"}, "binary pm1 scale matched"),
-    ({"input": "binary", "lift": "interleave", "table_free": True}, "binary interleave table-free")])
+    ({"input": "learned", "code_seed": 7, "code_offset": "0"}, "learned"),
+    ({"input": "gf2", "code_seed": 7, "code_offset": "0"}, "gf2 code 7"),
+    ({"input": "gf2", "code_seed": 7, "code_offset": "2a"}, "gf2 code 7 offset 2a"),
+    ({"input": "random", "code_seed": 3}, "random code 3"),
+    ({"input": "binary", "code_seed": 9, "code_values": "01", "code_scale": "1", "lift": "tile",
+      "table_free": False}, "binary"),
+    ({"input": "binary", "code_values": "pm1", "code_scale": "matched"},
+     "binary pm1 scale matched"),
+    ({"input": "binary", "lift": "interleave", "table_free": True},
+     "binary interleave table-free")])
 def test_labels(config, name):
     assert compare.label(config) == name
 
@@ -141,14 +174,18 @@ def test_labels(config, name):
 def test_comparison_of_known_runs(six_runs):
     learned, binary = compare.compare_runs(six_runs)["groups"]
     assert (learned["name"], binary["name"], binary["seeds"]) == ("learned", "binary", [1, 2, 3])
-    losses = {path.name: json.loads((path / "heldout-00000010.json").read_text())["loss"] for path in six_runs}
-    differences = [losses[f"binary-s{s}"] - losses[f"learned-s{s}"] for s in (1, 2, 3)]
-    assert binary["differences"] == pytest.approx(differences) and binary["difference"] == pytest.approx(np.mean(differences))
-    assert binary["seed_interval"] == pytest.approx(4.302653 * np.std(differences, ddof=1) / math.sqrt(3))
+    losses = [json.loads((path / "heldout-00000010.json").read_text())["loss"] for path in six_runs]
+    differences = np.subtract(losses[3:], losses[:3])
+    assert binary["differences"] == pytest.approx(differences)
+    assert binary["difference"] == pytest.approx(differences.mean())
+    error = differences.std(ddof=1) / math.sqrt(3)
+    assert binary["seed_interval"] == pytest.approx(4.302653 * error)
     low, high = binary["document_interval"]
     assert low < binary["difference"] < high and abs(binary["difference"] - 0.3) < 0.05
-    assert learned["difference"] == learned["seed_interval"] == 0 and learned["document_interval"] == (0, 0)
-    assert binary["curve_targets"] == [4096 * i for i in range(11)] and np.shape(binary["curve_differences"]) == (3, 11)
+    assert learned["difference"] == learned["seed_interval"] == 0
+    assert learned["document_interval"] == (0, 0)
+    assert binary["curve_targets"] == [4096 * i for i in range(11)]
+    assert np.shape(binary["curve_differences"]) == (3, 11)
     assert binary["targets_per_second"] == pytest.approx(9004.5)
 
 
@@ -157,33 +194,45 @@ def test_documents_are_resampled_with_seeds_averaged_first(six_runs):
     before = compare.compare_runs(six_runs)["groups"][1]
     for path, shift in zip(six_runs[3:], (0.2, -0.2, 0.0)):
         heldout = json.loads((path / "heldout-00000010.json").read_text())
-        documents = [d | {"nats": d["nats"] + shift * d["targets"]} for d in heldout["documents"]]
-        edit(path / "heldout-00000010.json", documents=documents, loss=heldout["loss"] + shift)
+        for document in heldout["documents"]:
+            document["nats"] += shift * document["targets"]
+        heldout["loss"] += shift
+        edit(path / "heldout-00000010.json", **heldout)
     after = compare.compare_runs(six_runs)["groups"][1]
     assert after["document_interval"] == pytest.approx(before["document_interval"])
     assert after["seed_interval"] > 5 * before["seed_interval"]
 
 
 def test_the_same_scores_under_another_interface_differ_by_nothing(tmp_path):
-    paths = [write_run(tmp_path, f"{name}-s{seed}", seed, input=name) for name in ("aaa", "bbb") for seed in (1, 2)]
+    paths = [write_run(tmp_path, f"{name}-s{seed}", seed, input=name)
+             for name in ("aaa", "bbb") for seed in (1, 2)]
     group = compare.compare_runs(paths, "aaa")["groups"][1]
-    assert group["differences"] == [0, 0] and group["seed_interval"] == 0 and group["document_interval"] == (0, 0)
+    assert group["differences"] == [0, 0] and group["seed_interval"] == 0
+    assert group["document_interval"] == (0, 0)
 
 
 def test_runs_without_a_partner_count_in_the_mean_but_not_in_the_difference(six_runs):
     binary = compare.compare_runs(six_runs[1:])["groups"][1]  # learned has no seed 1
-    assert binary["seeds"] == [1, 2, 3] and binary["differences"][0] != 0 and len(binary["differences"]) == 2 and len(binary["losses"]) == 3
+    assert binary["seeds"] == [1, 2, 3] and binary["differences"][0] != 0
+    assert len(binary["differences"]) == 2 and len(binary["losses"]) == 3
 
 
 @pytest.mark.parametrize("file, changes, named", [
-    ("config.json", {"max_lr": 0.001}, "max_lr 0.003 / 0.001"), ("config.json", {"n_layer": 8}, "n_layer 4 / 8"),
-    ("config.json", {"data_fingerprint": "0" * 64}, "data_fingerprint"), ("config.json", {"dtype": "bfloat16"}, "dtype float32 / bfloat16"),
-    ("config.json", {"initial_body_sha256": "other"}, "initial_body_sha256 of seed 3"), ("config.json", {"streams": 4}, "streams None / 4"),
-    ("config.json", {"input": "learned"}, "both learned of seed 3"), ("config.json", {"max_targets": 10**6}, "40,960 of 1,000,000"),
-    ("config.json", {"seed": 2}, "seed 2"), ("heldout-00000010.json", {"step": 9}, "36,864 at its held-out score"),
-    ("heldout-00000010.json", {"dtype": "bfloat16"}, "dtype of the held-out score float32 / bfloat16"),
+    ("config.json", {"max_lr": 0.001}, "max_lr 0.003 / 0.001"),
+    ("config.json", {"n_layer": 8}, "n_layer 4 / 8"),
+    ("config.json", {"data_fingerprint": "0" * 64}, "data_fingerprint"),
+    ("config.json", {"dtype": "bfloat16"}, "dtype float32 / bfloat16"),
+    ("config.json", {"initial_body_sha256": "other"}, "initial_body_sha256 of seed 3"),
+    ("config.json", {"streams": 4}, "streams None / 4"),
+    ("config.json", {"input": "learned"}, "both learned of seed 3"),
+    ("config.json", {"max_targets": 10**6}, "40,960 of 1,000,000"),
+    ("config.json", {"seed": 2}, "seed 2"),
+    ("heldout-00000010.json", {"step": 9}, "36,864 at its held-out score"),
+    ("heldout-00000010.json", {"dtype": "bfloat16"},
+     "dtype of the held-out score float32 / bfloat16"),
     ("heldout-00000010.json", {"max_length": 64}, "max_length of the held-out score None / 64"),
-    ("heldout-00000010.json", {"documents": [{"targets": 5, "bytes": 9, "nats": 20.0}]}, "60 / 1 validation documents")])
+    ("heldout-00000010.json", {"documents": [{"targets": 5, "bytes": 9, "nats": 20.0}]},
+     "60 / 1 validation documents")])
 def test_refusals_name_the_field(six_runs, file, changes, named):
     edit(six_runs[-1] / file, **changes)
     with pytest.raises(ValueError, match=named):
@@ -191,19 +240,25 @@ def test_refusals_name_the_field(six_runs, file, changes, named):
 
 
 def test_what_only_says_where_and_how_it_ran_may_differ(six_runs):
-    edit(six_runs[-1] / "config.json", device="cuda", micro_batch=4, data="elsewhere", compile=True, parameters={}, preset=None, parallel="fsdp", keep_every=5)
+    edit(six_runs[-1] / "config.json", device="cuda", micro_batch=4, data="elsewhere", compile=True,
+         parameters={}, preset=None, parallel="fsdp", keep_every=5)
     assert len(compare.compare_runs(six_runs)["groups"]) == 2
 
 
 def test_gap_against_depth(tmp_path):
-    paths = [write_run(tmp_path, f"{name}-{n_layer}-s{seed}", seed, cost / n_layer, input=name, n_layer=n_layer)
-             for n_layer in (8, 2) for name, cost in (("binary", 1.0), ("learned", 0.0)) for seed in (1, 2)]
+    paths = []
+    for n_layer in (8, 2):
+        for name, cost in (("binary", 1.0), ("learned", 0.0)):
+            for seed in (1, 2):
+                paths.append(write_run(tmp_path, f"{name}-{n_layer}-s{seed}", seed, cost / n_layer,
+                                       input=name, n_layer=n_layer))
     with pytest.raises(ValueError, match="n_layer 8 / 2"):
         compare.compare_runs(paths)
     groups = compare.compare_runs(paths, by="n_layer")["groups"]
     assert [(g["name"], round(g["difference"], 1)) for g in groups] == [
-        ("learned, n_layer 2", 0), ("learned, n_layer 8", 0), ("binary, n_layer 2", 0.5), ("binary, n_layer 8", 0.1)]
-    with pytest.raises(ValueError, match="--baseline=learned: no run to pair with binary at n_layer=2"):
+        ("learned, n_layer 2", 0), ("learned, n_layer 8", 0),
+        ("binary, n_layer 2", 0.5), ("binary, n_layer 8", 0.1)]
+    with pytest.raises(ValueError, match="no run to pair with binary at n_layer=2"):
         compare.compare_runs(paths[:-2], by="n_layer")
 
 
@@ -222,26 +277,34 @@ def test_report_and_figures(tmp_path, six_runs, monkeypatch, capsys):
     out = tmp_path / "comparison"
     monkeypatch.setattr(sys, "argv", ["compare.py", *map(str, six_runs), f"--out={out}"])
     compare.main()
-    text, result = (out / "comparison.md").read_text(), json.loads((out / "comparison.json").read_text())
-    assert {path.name for path in out.iterdir()} == {"comparison.md", "comparison.json", "loss.png", "differences.png", "gap.png", "codes.png"}
+    text = (out / "comparison.md").read_text()
+    result = json.loads((out / "comparison.json").read_text())
+    assert {path.name for path in out.iterdir()} == {
+        "comparison.md", "comparison.json", "loss.png", "differences.png", "gap.png", "codes.png"}
     for figure in out.glob("*.png"):
         assert png_size(figure)[0] == 2 * 830 and f"({figure.name})" in text
     binary = result["groups"][1]
     row = next(line for line in text.splitlines() if line.startswith("| binary"))
-    assert f"{binary['loss']:.4f} ±" in row and f"{binary['difference']:+.4f}" in row and f"{binary['difference']:+.4f}" in capsys.readouterr().out
-    assert "1,771,200" in text and "60 validation documents" in text and result["experiment"]["max_lr"] == 0.003
+    difference = f"{binary['difference']:+.4f}"
+    assert f"{binary['loss']:.4f} ±" in row and difference in row
+    assert difference in capsys.readouterr().out
+    assert "1,771,200" in text and "60 validation documents" in text
+    assert result["experiment"]["max_lr"] == 0.003
 
 
 def test_one_seed_has_no_seed_interval(six_runs):
     result = compare.compare_runs(six_runs[::3])
-    assert result["groups"][1]["seed_interval"] is None and "one seed" in compare.describe_runs(result, True)
+    assert result["groups"][1]["seed_interval"] is None
+    assert "one seed" in compare.describe_runs(result, True)
 
 
 def test_every_line_can_be_told_apart():
-    names = "learned tied binary binary_pm1 binary_matched gf2_1 gf2_2 gf2_3 lowdim random sinusoid".split()
+    names = ["learned", "tied", "binary", "binary_pm1", "binary_matched", "gf2_1", "gf2_2", "gf2_3",
+             "lowdim", "random", "sinusoid"]
     groups = [{"name": name, "label": name.replace("_", " ")} for name in names]
     styles = figures.line_styles(groups)
-    assert len({(s["color"], s["linestyle"]) for s in styles.values()}) == len(names) and styles["learned"]["color"] == "#000000"
+    assert len({(s["color"], s["linestyle"]) for s in styles.values()}) == len(names)
+    assert styles["learned"]["color"] == "#000000"
     assert len({styles[name]["color"] for name in ("gf2_1", "gf2_2", "gf2_3")}) == 1
 
 
@@ -253,8 +316,9 @@ def real_runs(data_dir, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         for name, seed in (("learned", 1), ("learned", 2), ("binary", 1), ("binary", 2)):
             paths.append(folder / f"{name}-s{seed}")
-            patch.setattr(sys, "argv", ["train.py", f"--data={data_dir}", f"--out={paths[-1]}", f"--input={name}", f"--seed={seed}",
-                                        *TINY, "--max_targets=10_240"])
+            flags = [f"--data={data_dir}", f"--out={paths[-1]}", f"--input={name}",
+                     f"--seed={seed}", "--max_targets=10_240"]
+            patch.setattr(sys, "argv", ["train.py", *TINY, *flags])
             train.main()
         patch.setattr(sys, "argv", ["evaluate.py", "score", *map(str, paths)])
         evaluate.main()
@@ -265,14 +329,19 @@ def test_real_runs(real_runs, tmp_path):
     done = command(*real_runs, f"--out={tmp_path}/c")
     assert done.returncode == 0, done.stderr
     learned, binary = json.loads((tmp_path / "c/comparison.json").read_text())["groups"]
-    heldout = [json.loads((path / "heldout-00000020.json").read_text())["loss"] for path in real_runs]
-    assert learned["losses"] + binary["losses"] == heldout and binary["difference"] == pytest.approx((sum(heldout[2:]) - sum(heldout[:2])) / 2)
+    scores = [json.loads((path / "heldout-00000020.json").read_text()) for path in real_runs]
+    losses = [score["loss"] for score in scores]
+    assert learned["losses"] + binary["losses"] == losses
+    assert binary["difference"] == pytest.approx(np.mean(losses[2:]) - np.mean(losses[:2]))
     low, high = binary["document_interval"]
     assert low < binary["difference"] < high and binary["curve_targets"] == [0, 5120, 10240]
 
 
 def test_mistakes_end_in_one_line(real_runs, tmp_path):
-    for arguments, code, words in (((tmp_path,), 1, "no config.json"), ((*real_runs, "--baseline=gf2"), 1, "there are learned (seeds"),
-                                   ((), 2, "RUN"), ((real_runs[0], "--bye=n_layer"), 2, "--bye")):
+    for arguments, code, words in (((tmp_path,), 1, "no config.json"),
+                                   ((*real_runs, "--baseline=gf2"), 1, "there are learned (seeds"),
+                                   ((), 2, "RUN"),
+                                   ((real_runs[0], "--bye=n_layer"), 2, "--bye")):
         done = command(*arguments, f"--out={tmp_path}/none")
-        assert done.returncode == code and words in done.stderr and done.stderr.count("\n") == 1 and not (tmp_path / "none").exists()
+        assert done.returncode == code and words in done.stderr and done.stderr.count("\n") == 1
+        assert not (tmp_path / "none").exists()

@@ -113,3 +113,11 @@ def dense(tree):
 def test_one_idea_a_line(module):
     found = list(dense(ast.parse(path_of(module).read_text(encoding="utf-8"))))
     assert not found, f"{module}: {found}"
+
+
+def test_an_old_python_is_told_in_one_line():
+    code = "import sys; sys.version_info = (3, 10, 14); import machinery"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith("nanobit needs Python 3.11 or newer")
+    assert done.stderr.count("\n") == 1

@@ -1,30 +1,21 @@
 """evaluate.py probe finds what is in the residual stream, and only that."""
 
+import dataclasses
 import json
 import math
-import subprocess
+import shutil
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from test_train import TINY
 
 import evaluate
-import train
 from codes import binary_codes
-from machinery.probe import (
-    area_under_roc,
-    full_windows,
-    probe,
-    read_linearly,
-    window_losses,
-)
+from machinery.probe import area_under_roc, full_windows, probe, read_linearly, window_losses
 from machinery.tokenizer import load_tokenizer
 from model import INPUTS, Decoder, ModelConfig
 
-ROOT = Path(__file__).parents[1]
 SIZES = dict(vocab_size=300, block_size=32, n_layer=2, n_head=2, n_embd=36, n_ffn=48)
 
 
@@ -33,10 +24,12 @@ def tokenizer(data_dir):
     return load_tokenizer(data_dir / "tokenizer.json")
 
 
-def look(data_dir, tokenizer, change=lambda model: None, positions=4096, **config):
+def look(data_dir, tokenizer, change=None, positions=4096, **config):
+    """Return the probe of a fresh model, after change(model)."""
     model = Decoder(ModelConfig(**SIZES, **config)).eval()
-    with torch.no_grad():
-        change(model)
+    if change is not None:
+        with torch.no_grad():
+            change(model)
     return probe(model, tokenizer, data_dir, positions)
 
 
@@ -45,17 +38,21 @@ def look(data_dir, tokenizer, change=lambda model: None, positions=4096, **confi
 def test_discriminant_and_ridge_are_their_textbook_forms():
     generator = torch.Generator().manual_seed(0)
     classes = torch.tensor([0, 0, 0, 1, 1, 2]).repeat(1000)
-    x = torch.randn(6000, 3, generator=generator).double() @ torch.tensor([[1, 0.5, 0], [0, 1, 0.3], [0, 0, 1]]).double()
-    x += torch.tensor([[0, 0, 0], [1, -0.5, 0.2], [3, 2, 1]]).double()[classes]
+    mixing = torch.tensor([[1, 0.5, 0], [0, 1, 0.3], [0, 0, 1]]).double()
+    means = torch.tensor([[0, 0, 0], [1, -0.5, 0.2], [3, 2, 1]]).double()
+    x = torch.randn(6000, 3, generator=generator).double() @ mixing + means[classes]
     targets = (x @ torch.tensor([2.0, -1, 0.5]).double() + 3)[:, None]
     test = torch.arange(6000) >= 4500
     found, read = read_linearly(x, classes, targets, test)
     assert read == pytest.approx(targets[test], abs=0.03)  # the shrinkage of RIDGE
     fit, y = x[~test].numpy(), classes[~test].numpy()
-    share, centres = np.bincount(y) / len(y), np.stack([fit[y == c].mean(0) for c in range(3)])
-    within = np.linalg.inv(sum(share[c] * np.cov(fit[y == c].T, bias=True) for c in range(3)))
-    scores = x[test].numpy() @ within @ centres.T + np.log(share) - np.diag(centres @ within @ centres.T) / 2
-    assert (scores.argmax(1) == found.numpy()).mean() > 0.998  # RIDGE moves the boundaries by that much
+    share = np.bincount(y) / len(y)
+    centres = np.stack([fit[y == c].mean(0) for c in range(3)])
+    spread = sum(share[c] * np.cov(fit[y == c].T, bias=True) for c in range(3))
+    directions = np.linalg.inv(spread) @ centres.T
+    scores = x[test].numpy() @ directions + np.log(share) - np.diag(centres @ directions) / 2
+    # RIDGE moves the boundaries by that much.
+    assert (scores.argmax(1) == found.numpy()).mean() > 0.998
     assert 0.6 < (found == classes[test]).double().mean() < 0.99
 
 
@@ -64,14 +61,16 @@ def test_positions_without_a_class_do_not_teach_one():
     classes = (x[:, 0] > 0).long()
     test = torch.arange(600) >= 400
     blurred = torch.where(torch.arange(600) % 2 == 0, classes, -1)
-    moved = torch.where((blurred < 0)[:, None] & ~test[:, None], x.flip(0), x)
-    assert (read_linearly(x, blurred, x[:, :1], test)[0] == classes[test]).double().mean() > 0.9
-    assert (read_linearly(moved, blurred, x[:, :1], test)[0] == classes[test]).double().mean() > 0.9
+    unknown = (blurred < 0) & ~test
+    for inputs in (x, torch.where(unknown[:, None], x.flip(0), x)):
+        found, _ = read_linearly(inputs, blurred, x[:, :1], test)
+        assert (found == classes[test]).double().mean() > 0.9
 
 
 def test_area_under_roc():
     truth = np.array([False, True, False, True])
-    assert area_under_roc([1, 2, 3, 4], truth) == 0.75 and area_under_roc([0, 1, 0, 1], truth) == 1 and area_under_roc([5] * 4, truth) == 0.5
+    for scores, area in (([1, 2, 3, 4], 0.75), ([0, 1, 0, 1], 1), ([5] * 4, 0.5)):
+        assert area_under_roc(scores, truth) == area
     assert math.isnan(area_under_roc([1, 2], np.array([True, True])))
 
 
@@ -82,7 +81,8 @@ def test_windows_take_turns_between_documents(data_dir):
     assert windows.shape[1] == 33 and len(windows) == len(documents)
     starts = np.flatnonzero(np.diff(documents) <= 0) + 1  # where a new round begins
     rounds = np.split(documents, starts)
-    assert all(len(set(r)) == len(r) for r in rounds) and all(set(b) <= set(a) for a, b in zip(rounds, rounds[1:]))
+    assert all(len(set(r)) == len(r) for r in rounds)
+    assert all(set(later) <= set(earlier) for earlier, later in zip(rounds, rounds[1:]))
     few, owners = full_windows(data_dir, 32, 32 * 12)
     assert len(few) == 12 and torch.equal(few, windows[:12]) and len(set(owners)) == 12
     with pytest.raises(ValueError, match="a probe needs 4"):
@@ -93,65 +93,85 @@ def test_losses_are_the_models(data_dir):
     model = Decoder(ModelConfig(**SIZES)).eval()
     windows, _ = full_windows(data_dir, 32, 32 * 37)
     losses = window_losses(model, windows)
-    assert len(losses) == 37 and losses.mean() == pytest.approx(model(windows[:, :-1], windows[:, 1:])[1].item(), abs=1e-5)
+    expected = model(windows[:, :-1], windows[:, 1:])[1].item()
+    assert len(losses) == 37 and losses.mean() == pytest.approx(expected, abs=1e-5)
 
 
 # --- the probe finds what is there
 
-@pytest.mark.parametrize("config", [{"input": "binary"}, {"input": "gf2"}, {"input": "gf2", "code_seed": 5, "code_offset": "random"},
-                                    {"input": "gf2", "table_free": True}, {"input": "binary", "code_values": "pm1", "lift": "interleave"}])
+@pytest.mark.parametrize("config", [
+    {"input": "binary"}, {"input": "gf2"}, {"input": "gf2", "table_free": True},
+    {"input": "gf2", "code_seed": 5, "code_offset": "random"},
+    {"input": "binary", "code_values": "pm1", "lift": "interleave"}])
 def test_fixed_codes_are_perfectly_readable_at_the_input(data_dir, tokenizer, config):
     result = look(data_dir, tokenizer, **config)
-    assert result["code"] == "own" and len(result["depths"]) == 3 and len(result["skipped"]) == len(result["swapped"]) == 2
-    assert (result["depths"][0]["identity"], result["depths"][0]["code"], result["depths"][0]["bit"]) == (1, 1, 1)
-    assert 0 < result["chance"]["identity"] < 0.3 and 0.5 <= result["chance"]["bit"] < 1 and result["chance"]["code"] < 0.3
+    assert result["code"] == "own" and len(result["depths"]) == 3
+    assert len(result["skipped"]) == len(result["swapped"]) == 2
+    at_input, chance = result["depths"][0], result["chance"]
+    assert (at_input["identity"], at_input["code"], at_input["bit"]) == (1, 1, 1)
+    assert 0 < chance["identity"] < 0.3 and 0.5 <= chance["bit"] < 1 and chance["code"] < 0.3
 
 
 def test_other_codes_bits_are_not_readable_from_recoded_ones(data_dir, tokenizer):
-    """A bit of the id is a parity of several bits of its recoding, which no linear readout gives."""
+    """A bit of the id is a parity of several bits of its recoding, which no line reads."""
     own = look(data_dir, tokenizer, input="gf2")["depths"][0]
     windows, documents = full_windows(data_dir, 32, 4096)
-    ids, test = windows[:, :-1].flatten(), torch.from_numpy(documents % 2 == 1).repeat_interleave(32)
+    ids = windows[:, :-1].flatten()
+    test = torch.from_numpy(documents % 2 == 1).repeat_interleave(32)
     model = Decoder(ModelConfig(**SIZES, input="gf2"))
     x = model.model.embed_tokens.codebook[ids].double()
     bits = torch.from_numpy(binary_codes(300)).double()[ids]
     read = read_linearly(x, torch.zeros(len(ids), dtype=torch.int64), bits, test)[1]
-    assert own["bit"] == 1 > ((read > 0.5) == (bits[test] > 0.5)).double().mean().item()
+    right = (read > 0.5) == (bits[test] > 0.5)
+    assert own["bit"] == 1 > right.double().mean().item()
 
 
 def test_a_learned_table_tells_the_identity_and_a_constant_one_nothing(data_dir, tokenizer):
+    def blind(model):
+        model.model.embed_tokens.weight.zero_()
+
     result = look(data_dir, tokenizer, input="learned")
     assert result["depths"][0]["identity"] == 1 and result["code"] == "binary"
-    blind = look(data_dir, tokenizer, lambda model: model.model.embed_tokens.weight.zero_(), input="learned")
-    for depth in blind["depths"]:
-        assert depth["identity"] == pytest.approx(blind["chance"]["identity"]) and depth["bit"] <= blind["chance"]["bit"] + 1e-9
+    result = look(data_dir, tokenizer, blind, input="learned")
+    chance = result["chance"]
+    for depth in result["depths"]:
+        assert depth["identity"] == pytest.approx(chance["identity"])
+        assert depth["bit"] <= chance["bit"] + 1e-9
         assert depth["space first"] == 0.5 and abs(depth["bytes"]) < 0.05
 
 
 def test_a_property_written_into_the_table_is_read(data_dir, tokenizer):
-    """One coordinate of 36 holds it, the others noise: the readout finds it, in its own property alone."""
+    """One coordinate of 36 holds it, the others noise: the readout finds it, in its own property
+    alone."""
     spaces = torch.tensor([tokenizer.decode([i]).startswith(" ") for i in range(300)])
+
     def write(model):
         model.model.embed_tokens.weight.zero_()
         model.model.embed_tokens.weight[:, 7] = spaces.float()
-    result = look(data_dir, tokenizer, write, input="learned")
-    assert result["depths"][0]["space first"] == 1 and result["depths"][0]["identity"] < 0.9
+
+    at_input = look(data_dir, tokenizer, write, input="learned")["depths"][0]
+    assert at_input["space first"] == 1 and at_input["identity"] < 0.9
 
 
 def test_blocks_that_add_nothing_can_be_skipped_and_swapped(data_dir, tokenizer):
     def mute(model):
-        model.model.layers[1].self_attn.o_proj.weight.zero_()
-        model.model.layers[1].mlp.down_proj.weight.zero_()
-        model.model.layers[0].mlp.down_proj.weight.mul_(300)  # at the start a block adds little
+        first, second = model.model.layers
+        second.self_attn.o_proj.weight.zero_()
+        second.mlp.down_proj.weight.zero_()
+        first.mlp.down_proj.weight.mul_(300)  # at the start a block adds little
+
     result = look(data_dir, tokenizer, mute, input="binary")
     assert result["skipped"][1] == result["swapped"][1] == 0
     assert abs(result["skipped"][0]) > 1e-5 < abs(result["swapped"][0])
 
 
 def test_a_block_that_adds_the_same_everywhere_can_be_swapped_but_not_skipped(data_dir, tokenizer):
-    def constant(model):
+    added = 5 * torch.linspace(-1, 1, 36)
+
+    def constant(model):  # before the probe's own hook
         block = model.model.layers[0]
-        block.register_forward_hook(lambda _, inputs, output: inputs[0] + 5 * torch.linspace(-1, 1, 36))  # before the probe's own hook
+        block.register_forward_hook(lambda _, inputs, output: inputs[0] + added)
+
     result = look(data_dir, tokenizer, constant, input="binary")
     assert abs(result["swapped"][0]) < 1e-5 < 1e-3 < abs(result["skipped"][0])
 
@@ -162,22 +182,23 @@ def test_hooks_are_gone_afterwards_and_every_interface_works(data_dir, tokenizer
     result = probe(model, tokenizer, data_dir, 1024)
     again = probe(model, tokenizer, data_dir, 1024)
     assert json.dumps(result) == json.dumps(again)
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    for module in model.modules():
+        assert not module._forward_hooks and not module._forward_pre_hooks
 
 
 # --- the command
 
-def test_command_on_a_real_run(data_dir, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["train.py", f"--data={data_dir}", f"--out={tmp_path}/run", *TINY, "--max_targets=5120"])
-    train.main()
-    capsys.readouterr()
-    monkeypatch.setattr(sys, "argv", ["evaluate.py", "probe", f"{tmp_path}/run", "--positions=2048"])
+def test_command_prints_and_writes_what_it_found(data_dir, tmp_path, monkeypatch, capsys):
+    config = ModelConfig(**SIZES, input="gf2")
+    torch.save({"step": 10, "model": Decoder(config).state_dict(), "data": str(data_dir),
+                "eot_id": 0, "model_config": dataclasses.asdict(config)},
+               tmp_path / "step-00000010.pt")
+    shutil.copy(data_dir / "tokenizer.json", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", "probe", str(tmp_path), "--positions=2048",
+                                      "--device=cpu"])
     evaluate.main()
-    text, result = capsys.readouterr().out, json.loads((tmp_path / "run/probe-00000010.json").read_text())
-    assert f"{result['loss']:.4f}" in text and f"block 2     skipped {result['skipped'][1]:+.4f}" in text and "chance" in text
-    assert (tmp_path / "run/probe-00000010.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-
-
-def test_a_missing_run_ends_in_one_line(tmp_path):
-    done = subprocess.run([sys.executable, str(ROOT / "evaluate.py"), "probe", str(tmp_path)], capture_output=True, text=True)
-    assert done.returncode == 1 and "no checkpoint" in done.stderr and done.stderr.count("\n") == 1
+    text = capsys.readouterr().out
+    result = json.loads((tmp_path / "probe-00000010.json").read_text(encoding="utf-8"))
+    assert f"{result['loss']:.4f}" in text and "chance" in text
+    assert f"block 2     skipped {result['skipped'][1]:+.4f}" in text
+    assert (tmp_path / "probe-00000010.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"

@@ -34,6 +34,7 @@ import train
 from codes import FIXED
 from machinery import settings
 from machinery.checkpoints import load_model, read_checkpoint
+from machinery.costs import count_parameters
 from machinery.runs import list_checkpoints
 from model import INPUTS, Decoder, ModelConfig
 from train import WindowSampler, learning_rate, rank_rows, uniforms
@@ -123,7 +124,7 @@ def test_matrices_decay_and_vectors_do_not(input):
                                 n_embd=28, n_ffn=40))
     decayed, plain = train.build_optimizer(model, 1e-3).param_groups
     assert (decayed["weight_decay"], plain["weight_decay"]) == (0.01, 0.0)
-    assert sum(p.numel() for p in decayed["params"]) == model.count()["decayed"]
+    assert sum(p.numel() for p in decayed["params"]) == count_parameters(model)["decayed"]
     grouped = [*decayed["params"], *plain["params"]]
     assert {id(p) for p in grouped} == {id(p) for p in model.parameters()}
     assert len(grouped) == len(list(model.parameters()))

@@ -57,7 +57,7 @@ def measure(case, dry_run, steps):
     config = ModelConfig(input="learned" if kind == "llama" else kind, **TINY if dry_run else {})
     torch.manual_seed(1)
     with torch.device("meta"):
-        flops = sum(Decoder(config).flops_per_target())
+        flops = sum(costs.flops_per_target(Decoder(config)))
     model = (Llama(config) if kind == "llama" else Decoder(config)).to(device).train()
     model.checkpoint_activations = recompute
     if not dry_run:

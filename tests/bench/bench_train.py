@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import train  # noqa: E402
 from kernels import attend
 from machinery import machine  # noqa: E402
+from machinery.costs import flops_per_target  # noqa: E402
 from model import Decoder, ModelConfig  # noqa: E402
 
 SIZES = {
@@ -150,7 +151,7 @@ def step_flops(size):
     with torch.device("meta"):
         sizes = {key: value for key, value in size.items() if key != "batch"}
         model = Decoder(ModelConfig(**sizes))
-    return sum(model.flops_per_target()) * size["batch"] * size["block_size"]
+    return sum(flops_per_target(model)) * size["batch"] * size["block_size"]
 
 
 def together(size, names, repeats):

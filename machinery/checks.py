@@ -1,0 +1,142 @@
+"""What a prepared directory holds, and whether it is whole: for prepare.py's resume and --check."""
+
+import sys
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+from machinery.files import sha256_of
+from machinery.shards import SPLITS, Shard, open_shards, read_meta
+
+BLOCK_SIZES = (256, 512, 1024, 2048, 4096)  # of the summary
+
+
+def resume(data_dir, asked, source_facts, workers):
+    """Return the meta.json there without the shards that are damaged, to go on from.
+
+    Args:
+        asked: the meta.json of what is asked for now, without shards.
+        source_facts: the function from a source's name to its size and sha256.
+
+    Raises ValueError if that is another preparation, or a source is no longer the file that it was.
+    """
+    done = read_meta(data_dir)
+    if asked["max_documents"]:  # the other sources were not needed
+        asked["sources"] = asked["sources"][:len(done["sources"])]
+    there, now = identity(done), identity(asked)
+    differing = [f"{key}: {there[key]!s:.200} there, {now[key]!s:.200} now" for key in now
+                 if there[key] != now[key]]
+    if differing:
+        raise ValueError(f"{data_dir} was prepared differently; {'; '.join(differing)}; choose "
+                         "another --out")
+    for entry in filter(None, done["shards"]):
+        if source_facts(entry["source"])["sha256"] not in (None, entry["sha256"]):
+            raise ValueError(f"{entry['source']}: not the file that {data_dir} was prepared from; "
+                             "choose another --out")
+    for number, error in find_damage(data_dir, done, workers).items():
+        print(f"shard {number:05d}: {error}: making it again", file=sys.stderr)
+        done["shards"][number] = None
+    return done
+
+
+def identity(meta):
+    """Return what must be equal for two runs to be one preparation, by names for an error."""
+    fields = {key: meta[key] for key in ("sources", "columns", "max_documents")}
+    for group in ("tokenizer", "split"):
+        for key, value in meta[group].items():
+            fields[f"{group} {key}"] = value
+    return fields
+
+
+def find_damage(data_dir, meta, workers):
+    """Return {number: what is wrong} of the shards that are not, byte by byte, as in meta.json."""
+    def examine(number):
+        """Return what is wrong with a source's shards, or None."""
+        try:
+            entry = meta["shards"][number]
+            for split in SPLITS:
+                if entry and entry[split]["documents"]:
+                    Shard(data_dir, split, number, meta).verify()
+        except (ValueError, OSError, IndexError) as error:
+            return str(error)
+        return None
+
+    numbers = range(len(meta["shards"]))
+    with ThreadPoolExecutor(workers) as pool:  # threads, because hashing and numpy let others run
+        examined = pool.map(examine, numbers)
+        found = list(tqdm(examined, total=len(numbers), desc="verifying", disable=None))
+    return {number: error for number, error in zip(numbers, found) if error}
+
+
+def check(data_dir, workers, stats):
+    """Verify a prepared directory; exit with 1 and the list of what is wrong with it."""
+    meta = read_meta(data_dir)
+    damage = find_damage(data_dir, meta, workers)
+    for number, entry in enumerate(meta["shards"]):
+        if not entry:
+            damage[number] = f"no shard of {meta['sources'][number]} yet"
+    lines = [f"shard {number:05d}: {error}" for number, error in sorted(damage.items())]
+    if sha256_of(Path(data_dir) / "tokenizer.json") != meta["tokenizer"]["sha256"]:
+        lines.append(f"{data_dir}/tokenizer.json: its sha256 is not the one in meta.json")
+    if lines:
+        sys.exit("\n".join(f"prepare.py: {line}" for line in lines))
+    print(f"{data_dir}: {len(meta['shards'])} shards are what meta.json says")
+    if stats:
+        print_stats(data_dir, histogram=True)
+
+
+def print_stats(data_dir, histogram=False):
+    """Print what a prepared directory holds.
+
+    Documents, tokens, how many of them are long enough to train on, and, if asked for, a histogram
+    of the documents' lengths.
+    """
+    meta = read_meta(data_dir)
+    skipped = sum((Counter(entry["skipped"]) for entry in meta["shards"]), Counter())
+    reasons = ", ".join(f"{n:,} {reason}" for reason, n in sorted(skipped.items()))
+    print(f"{data_dir}: {len(meta['shards'])} source files, tokenizer {meta['tokenizer']['name']}, "
+          f"vocab_size {meta['tokenizer']['vocab_size']:,}; rows skipped: {reasons or 'none'}")
+    table, powers = count_lengths(data_dir)
+    print(f"{'':26}{'train documents':>16}{'tokens':>18}{'val documents':>16}{'tokens':>18}")
+    for row, limit in zip(table, (0, *BLOCK_SIZES)):
+        label = f"of more than {limit:,} tokens" if limit else "all"
+        (documents, tokens), (val_documents, val_tokens) = row.tolist()
+        print(f"{label:26}{documents:16,}{tokens:18,}{val_documents:16,}{val_tokens:18,}")
+    line = f"{'bytes per token':26}"
+    for side, split in enumerate(SPLITS):
+        n_bytes = sum(entry[split]["bytes"] for entry in meta["shards"])
+        line += f"{n_bytes / max(table[0, side, 1], 1):34.3f}"
+    print(line)
+    if not table[0, 0, 0]:
+        print("train: no document; train.py will have nothing to learn from")
+    if not table[0, 1, 0]:
+        print("val: no document; train.py will not evaluate (a larger --val_fraction holds "
+              "documents out)")
+    if histogram:
+        print("\ntokens in a document          documents, train and val")
+        for power in np.flatnonzero(powers).tolist():
+            n = int(powers[power])
+            bar = "#" * (50 * n // int(powers.max()))
+            print(f"{1 << power:9,} to {(2 << power) - 1:9,}{n:17,}  {bar}")
+
+
+def count_lengths(data_dir):
+    """Return the lengths of a prepared directory's documents, counted in two ways.
+
+    int64 [limits, splits, 2]: documents and tokens in documents of more than 0 and of more than
+    each of BLOCK_SIZES tokens; int64 [32]: documents of both splits by floor(log2(tokens)).
+    """
+    limits = (0, *BLOCK_SIZES)
+    table = np.zeros((len(limits), len(SPLITS), 2), np.int64)
+    powers = np.zeros(32, np.int64)
+    for side, split in enumerate(SPLITS):
+        for shard in open_shards(data_dir, split):
+            lengths = np.diff(shard.map()[1])
+            for row, limit in enumerate(limits):
+                longer = lengths[lengths > limit]
+                table[row, side] += (len(longer), longer.sum())
+            powers += np.bincount(np.frexp(lengths)[1] - 1, minlength=32)
+    return table, powers

@@ -1,0 +1,130 @@
+"""The reports of compare.py, as text or Markdown: tables of scores and of runs."""
+
+from machinery.statistics import LEVEL
+
+ACCURACIES = ("acc", "acc_norm", "exact_match")  # shares of documents
+LOWER_IS_BETTER = ("perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte")
+SHOWN = (*ACCURACIES, "f1", *LOWER_IS_BETTER)
+
+
+def format_table(header, rows, markdown, left=1):
+    """Return a table of strings, aligned or as Markdown; `left` columns are flush left."""
+    widths = [max(map(len, column)) for column in zip(header, *rows)]
+    lines = []
+    for row in [header, *rows]:
+        cells = [cell.ljust(width) for cell, width in zip(row[:left], widths)]
+        cells += [cell.rjust(width) for cell, width in zip(row[left:], widths[left:])]
+        lines.append(f"| {' | '.join(cells)} |" if markdown else "  ".join(cells).rstrip())
+    if markdown:
+        rule = ["---"] * left + ["---:"] * (len(header) - left)
+        lines.insert(1, f"| {' | '.join(rule)} |")
+    return "\n".join(lines)
+
+
+def format_value(metric, values):
+    """Return a metric as the paper prints it: accuracies in percent, with their standard error."""
+    value, error = values.get(metric), values.get(f"{metric}_stderr")
+    if value is None:
+        return "-"
+    scale = 1 if metric in LOWER_IS_BETTER else 100
+    return f"{scale * value:.2f}" + (f" ±{scale * error:.2f}" if isinstance(error, float) else "")
+
+
+def build_table(result):
+    """Return (header, rows) of strings: a column for each model, then the paper's."""
+    measured, published = result["metrics"].values(), result["published"].values()
+    tasks = {}  # in order, each once
+    for model in measured:
+        tasks |= dict.fromkeys(model)
+    rows = []
+    for task in tasks:
+        metrics = [model.get(task, {}) for model in measured]
+        paper = [model.get(task, {}) for model in published]
+        for metric in SHOWN:
+            if not any(metric in values for values in metrics):
+                continue
+            unit = " (lower is better)" if metric in LOWER_IS_BETTER else ", %"
+            rows.append([task, metric + unit, *(format_value(metric, values) for values in metrics),
+                         *(f"{values[metric]:.2f}" if metric in values else "-"
+                           for values in paper)])
+    papers = [f"paper: {name}" for name in result["published"]]
+    return ["task", "metric", *result["models"], *papers], rows
+
+
+def build_statistics(results):
+    """Return (header, rows) of strings of compare_pair's results."""
+    units = {"loglikelihood": "nats", "bits_per_byte": "bits/byte"}
+    rows = []
+    for r in results:
+        unit = units.get(r["metric"], "points")
+        scale = 100 if unit == "points" else 1
+        difference = f"{scale * r['difference']:+.3f} {unit}"
+        interval = f"[{scale * r['low']:+.3f}, {scale * r['high']:+.3f}]"
+        alone = f"{r['only_first']} / {r['only_other']}" if "only_first" in r else ""
+        rows.append([r["task"], r["metric"], f"{r['n']:,}", difference, interval, alone, r["test"],
+                     f"{r['p']:.4g}", f"{r['p_holm']:.4g}"])
+    return ["task", "metric", "documents", "difference", f"{LEVEL:.0%} interval",
+            "only first / other right", "test", "p", "p (Holm)"], rows
+
+
+def describe_scores(result, markdown):
+    """Return the report of compare_scores' result: the table, remarks, each pair's tests."""
+    parts = [format_table(*build_table(result), markdown, left=2)]
+    parts += [f"NOTE: {remark}" for remark in result["remarks"]]
+    bold = "**" if markdown else ""
+    for pair in result["pairs"]:
+        first, other = pair["first"], pair["other"]
+        parts.append(f"{bold}{other} - {first}, on the same documents{bold} "
+                     f"(positive: {other} is higher)")
+        parts.append(format_table(*build_statistics(pair["tests"]), markdown, left=2))
+    return "\n\n".join(parts) + "\n"
+
+
+def loss_row(group, base):
+    """Return the cells of a group in the table of losses."""
+    loss = f"{group['loss']:.4f}"
+    if group["loss_interval"]:
+        loss += f" ±{group['loss_interval']:.4f}"
+    row = [group["name"], str(len(group["seeds"])), loss, f"{group['bits_per_byte']:.4f}"]
+    if group["label"] == base:
+        return [*row, "baseline", "", ""]
+    d, half, (low, high) = group["difference"], group["seed_interval"], group["document_interval"]
+    over_seeds = "one seed" if half is None else f"{d - half:+.4f} to {d + half:+.4f}"
+    return [*row, f"{d:+.4f}", over_seeds, f"{low:+.4f} to {high:+.4f}"]
+
+
+def size_row(group):
+    """Return the cells of a group in the table of sizes and speed."""
+    n = group["parameters"] or {}
+    keys = ("input", "body", "head", "trainable", "buffers")
+    counts = [f"{n[key]:,}" if key in n else "-" for key in keys]
+    return [group["name"], *counts, f"{group['targets_per_second']:,.0f}"]
+
+
+def describe_runs(result, markdown):
+    """Return the report of compare_runs' result: losses, differences, sizes and speed."""
+    experiment, base = result["experiment"], result["baseline"]
+    keys = ("n_layer", "n_embd", "n_head", "n_ffn", "block_size", "vocab_size", "max_targets",
+            "tokens_per_step", "max_lr", "dtype")
+    shown = ", ".join(f"{key} {experiment[key]}" for key in keys if key in experiment)
+    free = f"input, seed, {result['by']}" if result["by"] else "input, seed"
+    losses = format_table(
+        ["interface", "seeds", "held-out loss (nats)", "bits per byte", f"minus {base}",
+         f"{LEVEL:.0%} over seeds", f"{LEVEL:.0%} over documents"],
+        [loss_row(group, base) for group in result["groups"]], markdown)
+    sizes = format_table(
+        ["parameters", "input", "body", "head", "trainable", "fixed buffers", "targets/s"],
+        [size_row(group) for group in result["groups"]], markdown)
+    return "\n\n".join([
+        f"{shown}; data {experiment['data_fingerprint'][:12]}. Only {free} differ.",
+        losses,
+        f"Loss: nats per target on {result['documents']:,} validation documents "
+        f"({result['targets']:,} targets, scored in {result['heldout_dtype']}), mean over seeds "
+        f"± Student's t interval. Minus {base}: mean difference of runs of the same seed. Over "
+        "seeds: Student's t interval of these differences. Over documents: percentile interval of "
+        f"a paired bootstrap: whole documents are resampled {result['resamples']:,} times, the "
+        "same for both sides; losses are averaged over the seeds before, and seeds are not "
+        "resampled.",
+        sizes,
+        "targets/s: median of a run's log, mean over seeds, on the machines that trained them."
+    ]) + "\n"

@@ -1,0 +1,172 @@
+"""What a stage does when the machine fails it: the same result, or one line and nothing lost.
+
+Each case makes one call fail on cue (open, read, write, fsync, lock, memory) while a stage runs as
+its command does, and then looks at three things: the exit code, that standard error has no
+traceback, and that every file that was there before still holds what it held.
+"""
+
+import builtins
+import errno
+import io
+import mmap
+import os
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+EARLIER = Path(__file__).parent / "earlier"
+RUN_FLAGS = ["--preset=smoke", "--vocab_size=280", "--n_layer=1", "--n_head=2", "--n_embd=36",
+             "--n_ffn=24", "--block_size=16", "--dtype=float32", "--device=cpu",
+             "--tokens_per_step=128", "--micro_batch=4", "--warmup_steps=2",
+             "--windows_per_visit=16", "--eval_windows=4", "--eval_every=5",
+             "--log_every=1", "--save_every=5", "--decay_steps=20", "--input=gf2"]
+RESUME = ["train.py", *RUN_FLAGS, "--data=DATA", "--out=RUN", "--max_targets=2560", "--resume"]
+START = ["train.py", *RUN_FLAGS, "--data=DATA", "--out=NEW", "--max_targets=640"]
+PREPARE = ["prepare.py", "--source=SOURCE", "--tokenizer=train:280", "--workers=1", "--out=NEW"]
+SCORE = ["evaluate.py", "score", "RUN", "--data=DATA", "--device=cpu"]
+COMPARE = ["compare.py", "RUN", "--baseline=gf2 code 12345", "--out=NEW"]
+
+
+def fail(monkeypatch, call, part, error):
+    """Make `call` raise an error where it is about a file whose path contains `part`."""
+    def broken(path):
+        return isinstance(path, (str, os.PathLike)) and part in str(path)
+
+    def wrap(original):
+        def opened(path, mode="r", *args, **kwargs):
+            writes = any(letter in mode for letter in "wax+")
+            if broken(path) and writes == (call == "write"):
+                raise make(error, path)
+            return original(path, mode, *args, **kwargs)
+        return opened
+
+    def failing(*args, **kwargs):
+        raise make(error, part)
+
+    if call in ("read", "write"):
+        monkeypatch.setattr(builtins, "open", wrap(builtins.open))
+        monkeypatch.setattr(io, "open", wrap(io.open))
+    elif call == "map":
+        monkeypatch.setattr(mmap, "mmap", failing)
+    elif call == "fsync":
+        monkeypatch.setattr(os, "fsync", failing)
+    elif call == "lock":
+        fcntl = pytest.importorskip("fcntl")
+        monkeypatch.setattr(fcntl, "flock", failing)
+
+
+def make(error, path):
+    return MemoryError() if error == "memory" else OSError(error, os.strerror(error), str(path))
+
+
+def snapshot(folder):
+    return {path.relative_to(folder): path.read_bytes()
+            for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@pytest.fixture
+def place(tmp_path):
+    """A run, its data and a source, as the capital words of a command name them."""
+    shutil.copytree(EARLIER / "gf2", tmp_path / "RUN")
+    shutil.copytree(EARLIER / "data", tmp_path / "DATA")
+    (tmp_path / "SOURCE.jsonl").write_text(
+        "".join(f'{{"id": "{i}", "text": "the cat sat on the mat {i}"}}\n' for i in range(40)))
+    return tmp_path
+
+
+def run_stage(monkeypatch, capsys, place, command):
+    """Run a command in this process as python STAGE.py would; return (exit code, stderr)."""
+    words = {"RUN": place / "RUN", "DATA": place / "DATA", "NEW": place / "NEW",
+             "SOURCE": place / "SOURCE.jsonl"}
+    arguments = []
+    for argument in command:
+        flag, equals, value = argument.rpartition("=")
+        arguments.append(f"{flag}{equals}{words.get(value, value)}")
+    monkeypatch.setattr(sys, "argv", arguments)
+    code = 0
+    try:
+        runpy.run_path(str(ROOT / arguments[0]), run_name="__main__")
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 1 if end.code else 0
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    return code, capsys.readouterr().err
+
+
+STOPS = [
+    (PREPARE, "read", "SOURCE", errno.EACCES),
+    (PREPARE, "read", "SOURCE", errno.EIO),
+    (PREPARE, "read", "SOURCE", "memory"),
+    (PREPARE, "write", "00000.bin", errno.ENOSPC),
+    (PREPARE, "write", "meta", errno.EROFS),
+    (START, "read", "DATA/meta.json", errno.EACCES),
+    (START, "read", "tokenizer.json", errno.EIO),
+    (START, "write", "log.jsonl", errno.EROFS),
+    (RESUME, "read", "RUN/step-", errno.EACCES),
+    (RESUME, "read", "RUN/step-", errno.EIO),
+    (RESUME, "read", "RUN/step-", errno.ESTALE),
+    (RESUME, "read", "RUN/step-", "memory"),
+    (RESUME, "map", "RUN/step-", errno.ENOMEM),
+    (SCORE, "read", "RUN/step-", errno.EACCES),
+    (SCORE, "map", "RUN/step-", errno.ENOMEM),
+    (SCORE, "read", "DATA/meta.json", errno.EIO),
+    (SCORE, "write", "heldout-", errno.EROFS),
+    (COMPARE, "read", "config.json", errno.EACCES),
+    (COMPARE, "read", "heldout-", errno.EIO),
+    (COMPARE, "write", "NEW", errno.EROFS),
+]
+
+
+@pytest.mark.parametrize("command, call, part, error", STOPS, ids=lambda value: str(value)[:40])
+def test_a_failure_is_told_in_one_line_and_loses_nothing(
+        command, call, part, error, monkeypatch, capsys, place):
+    before = snapshot(place)
+    with monkeypatch.context() as patch:
+        fail(patch, call, part, error)
+        code, told = run_stage(patch, capsys, place, command)
+    assert code == 1, told
+    assert "Traceback" not in told
+    assert told.count("\n") <= 2, told
+    assert not any(word in told for word in ("damaged", "replace it", "delete")), told
+    after = snapshot(place)
+    assert {path: after.get(path) for path in before} == before
+
+
+GOES_ON = [
+    (PREPARE, "lock", "", errno.ENOSYS),
+    (PREPARE, "lock", "", errno.ENOLCK),
+    (START, "lock", "", errno.ENOSYS),
+    (START, "fsync", "", errno.EINVAL),
+    (SCORE, "fsync", "", errno.EINVAL),
+]
+
+
+@pytest.mark.parametrize("command, call, part, error", GOES_ON, ids=lambda value: str(value)[:40])
+def test_what_a_file_system_lacks_stops_nothing(
+        command, call, part, error, monkeypatch, capsys, place):
+    with monkeypatch.context() as patch:
+        fail(patch, call, part, error)
+        code, told = run_stage(patch, capsys, place, command)
+    assert code == 0, told
+
+
+@pytest.mark.parametrize("stage", ["prepare", "compare", "train", "evaluate"])
+def test_modules_that_some_systems_lack_are_not_needed(stage, place):
+    """Windows has no fcntl and no resource."""
+    commands = {"prepare": PREPARE, "compare": COMPARE, "train": START, "evaluate": SCORE}
+    words = {"RUN": place / "RUN", "DATA": place / "DATA", "NEW": place / "NEW",
+             "SOURCE": place / "SOURCE.jsonl"}
+    arguments = []
+    for argument in commands[stage]:
+        flag, equals, value = argument.rpartition("=")
+        arguments.append(f"{flag}{equals}{words.get(value, value)}")
+    code = ("import runpy, sys; sys.modules.update(fcntl=None, resource=None); "
+            f"sys.argv = {arguments!r}; sys.path.insert(0, {str(ROOT)!r}); "
+            f"runpy.run_path({str(ROOT / arguments[0])!r}, run_name='__main__')")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
