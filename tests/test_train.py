@@ -19,9 +19,11 @@ from training import (
     ROOT,
     TINY,  # noqa: F401  of other test files
     UPDATES,
+    FirstUpdate,
     Forks,
     assert_near,
     assert_same_run,
+    fake_cuda,
     final,
     flags,
     furthest,
@@ -260,6 +262,24 @@ def test_evaluation_weighs_targets_not_batches():
     assert train.evaluate(Constant(), inputs, targets, 2, autocast) == 2.0
 
 
+def test_from_a_loss_that_is_not_finite_on_no_update_changes_anything():
+    """The optimizer skips it on the device; nobody waits to see whether it has to."""
+    model = Decoder(ModelConfig(vocab_size=100, block_size=8, n_layer=1, n_head=1, n_embd=14,
+                                n_ffn=16))
+    optimizer, bad = train.build_optimizer(model, 0.1), torch.zeros(3, dtype=torch.float64)
+    x = torch.arange(16).view(2, 8)
+    plain, autocast = model.loss, torch.autocast("cpu", enabled=False)
+    states = []
+    for number, factor in ((1, 1.0), (2, math.nan), (3, 1.0)):
+        model.loss = lambda *args, factor=factor: plain(*args) * factor
+        train.update(model, optimizer, (x, x + 1), 1, autocast, number, bad)
+        states.append({name: p.detach().clone() for name, p in model.named_parameters()})
+    assert furthest(states[0], states[1]) == furthest(states[0], states[2]) == 0
+    assert bad[0] == 2 and bad[1].isnan()
+    with pytest.raises(FloatingPointError, match="update 2: loss nan.*last good checkpoint: none"):
+        train.check_finite(bad, "nowhere")
+
+
 # --- every interface
 
 @pytest.fixture(scope="module")
@@ -407,6 +427,18 @@ def test_logged_gradient_norm_is_before_clipping_and_clipping_is_once(data_dir, 
     assert min(values(tmp_path / "4", "grad_norm")) > 0.05
 
 
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("input", INPUTS)
+def test_every_interface_starts_and_resumes_under_torchrun(data_dir, forks, tmp_path, input,
+                                                           parallel):
+    """What is broadcast between processes has to be of a kind that can be: parameters, buffers."""
+    for updates in (1, 2):
+        argv = flags(data_dir, tmp_path / "run", input=input, parallel=parallel, resume=True,
+                     max_targets=512 * updates, eval_every=100, micro_batch=16)
+        assert forks.run(argv, processes=2) == [0, 0], forks.output()
+    assert "resumed after update 1" in forks.output()
+
+
 def test_torchrun_passes_a_signal_on_and_all_ranks_leave_together(data_dir, straight, tmp_path):
     """One checkpoint at the step where all stopped, long before the save interval; nothing is off
     until there."""
@@ -426,6 +458,36 @@ def test_torchrun_passes_a_signal_on_and_all_ranks_leave_together(data_dir, stra
     assert [int(path.stem[5:]) for path in list_checkpoints(out)] == [stopped], log.read_text()
     assert "SIGTERM; --resume continues" in log.read_text()
     assert_near(values(out)[:UPDATES], values(straight)[:stopped])
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:1"])
+def test_all_before_the_first_update_works_on_a_gpu(data_dir, tmp_path, monkeypatch, device):
+    """One process, without torchrun, whose device has no number unless the user gives one."""
+    def look(step_model, optimizer, batch, micro_batch, autocast, number, bad):
+        tensors = [*step_model.parameters(), *step_model.buffers(), *batch, bad]
+        expected = torch.device("cuda", 1 if device == "cuda:1" else 0)
+        assert {tensor.device for tensor in tensors} == {expected} and number == 1
+        assert len(optimizer.param_groups) == 2
+
+    fake_cuda(monkeypatch, look)
+    with pytest.raises(FirstUpdate):
+        run_here(monkeypatch, data_dir, tmp_path / "run", preset="smoke", device=device,
+                 dtype="bfloat16")
+
+
+@pytest.mark.parametrize("case", ["binary block", "learned selective"])
+def test_the_gpu_bench_comes_to_its_first_update(monkeypatch, case):
+    monkeypatch.syspath_prepend(ROOT / "tests" / "bench")
+    import bench_gpu
+
+    def look(model, optimizer, batch, *_):
+        assert {tensor.device.type for tensor in (*model.parameters(), *batch)} == {"cuda"}
+
+    fake_cuda(monkeypatch, look)
+    small = {name: value for name, value in bench_gpu.TINY.items()}
+    monkeypatch.setattr(bench_gpu, "ModelConfig", lambda input: ModelConfig(input=input, **small))
+    with pytest.raises(FirstUpdate):
+        bench_gpu.measure(case, dry_run=False, steps=1)
 
 
 # --- beside a run

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import train
 from machinery.checkpoints import read_checkpoint
@@ -121,6 +122,61 @@ class Forks:
     def close(self):
         self.process.stdin.close()
         self.process.wait()
+
+
+class FirstUpdate(Exception):
+    """Raised in the place of the first update."""
+
+
+def fake_cuda(monkeypatch, at_update):
+    """Have torch report a CUDA device, whose tensors have shapes and no contents (they cannot be
+    trained); the first update calls at_update(step_model, optimizer, batch, ...) and raises
+    FirstUpdate."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def fake(tensor, device):
+        with mode:
+            moved = mode.from_tensor(tensor.detach()).to(device)
+            return torch.nn.Parameter(moved) if isinstance(tensor, torch.nn.Parameter) else moved
+
+    def module_to(self, device):
+        for module in self.modules():
+            for tensors in (module._parameters, module._buffers):
+                for name, tensor in tensors.items():
+                    if tensor is not None:
+                        tensors[name] = fake(tensor, device)
+        return self
+
+    def update(*args):
+        at_update(*args)
+        raise FirstUpdate
+
+    def on_fake_device(function):
+        def call(*args, **kwargs):
+            with mode:
+                return function(*args, **kwargs)
+        return call
+
+    for name, value in dict(is_available=True, is_bf16_supported=True, get_device_name="an H200",
+                            max_memory_allocated=0).items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value, **__: value)
+    # The check of torch.cuda.set_device is torch's own; only what would reach for a driver goes.
+    monkeypatch.setattr(torch._C, "_cuda_setDevice", lambda index: None, raising=False)
+    monkeypatch.setattr(torch.nn.Module, "to", module_to)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+    plain_to = torch.Tensor.to
+
+    def tensor_to(self, *args, **kwargs):
+        to_cuda = args and isinstance(args[0], torch.device) and args[0].type == "cuda"
+        if to_cuda and not isinstance(self, FakeTensor):
+            return fake(self, args[0])
+        return plain_to(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "to", tensor_to)
+    for name in ("zeros", "randint"):
+        monkeypatch.setattr(torch, name, on_fake_device(getattr(torch, name)))
+    monkeypatch.setattr(train, "evaluate", lambda *_: 0.0)  # data decide there, which a fake lacks
+    monkeypatch.setattr(train, "update", update)
 
 
 def fault_at(call, action):
