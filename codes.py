@@ -28,7 +28,7 @@ MAX_VOCAB_SIZE = 65_536  # token ids are stored as uint16
 CODE_SEED = 12345        # the paper's recoding matrix
 MIN_WEIGHT = 4           # every row and column of A has at least this many ones (the paper)
 MIN_DISTANCE = 0.1       # between any two continuous codes, after rounding to bfloat16
-FRACTION_BITS = 12       # continuous codes are int16 multiples of 2^-12: +-8, finer than bfloat16
+FRACTION_BITS = 12       # continuous codes are int32 multiples of 2^-12: +-8, finer than bfloat16
 MAX_DRAWS = 100_000      # at K = 16 one draw in five is accepted; below K = 8 hardly any is
 
 
@@ -189,15 +189,17 @@ def recode(codes, matrix, offset):
     return (sums & 1).astype(np.uint8)
 
 
-# --- Continuous controls: K real numbers an id, as int16 multiples of 2^-12
+# --- Continuous controls: K real numbers an id, as int32 multiples of 2^-12
 
 def to_fixed_point(values):
-    """Return float values [V, K] as int16 [V, K] in units of 2^-12.
+    """Return float values [V, K] as int32 [V, K] in units of 2^-12, clipped to +-8.
+
+    Not int16: processes cannot broadcast that.
 
     Raises ValueError if two rows are then closer than MIN_DISTANCE after rounding to bfloat16, the
     coarsest dtype of use.
     """
-    codes = np.clip(np.rint(values * 2**FRACTION_BITS), -2**15, 2**15 - 1).astype(np.int16)
+    codes = np.clip(np.rint(values * 2**FRACTION_BITS), -2**15, 2**15 - 1).astype(np.int32)
     used = to_bfloat16(codes * np.float32(2**-FRACTION_BITS))
     nearest = min_distance(used, MIN_DISTANCE)
     if nearest < MIN_DISTANCE:

@@ -163,7 +163,7 @@ class FixedCodes(nn.Module):
         self.config = config
         arrays = FIXED[config.input](config.vocab_size, config.code_seed, config.code_offset)
         codebook = torch.from_numpy(arrays["codebook"])
-        self.unit = 2.0**-FRACTION_BITS if codebook.dtype == torch.int16 else 1.0
+        self.unit = 2.0**-FRACTION_BITS if codebook.dtype == torch.int32 else 1.0
         self.scale = 1.0
         if config.code_scale == "matched":
             learned = INIT_STD**2 * config.n_embd  # the mean squared norm of its rows at the start

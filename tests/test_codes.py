@@ -235,7 +235,7 @@ def test_min_distance_is_the_smallest_of_all_pairs():
 @pytest.mark.parametrize("vocab_size", [100, 3072, 49_152])
 def test_continuous_codes_keep_their_distance(name, vocab_size):
     table = FIXED[name](vocab_size, 12345, "0")["codebook"]
-    assert table.shape == (vocab_size, min_bits(vocab_size)) and table.dtype == np.int16
+    assert table.shape == (vocab_size, min_bits(vocab_size)) and table.dtype == np.int32
     values = table / 4096
     assert len(np.unique(to_bfloat16(values.astype(np.float32)), axis=0)) == vocab_size
     if name == "sinusoid":  # sines and cosines of one angle
