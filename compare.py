@@ -7,12 +7,12 @@ the paper does not do.
     scores   of each task, the difference of the first file to each other one on the same documents
              accuracies       exact McNemar test: b ~ Binomial(b + c, 1/2) of b + c documents that
                               one alone has right
-             log-likelihoods  paired bootstrap of the mean difference (bits per byte of a page: of
-                              a ratio of sums)
+             log-likelihoods  sign-flip test of the mean difference (bits per byte of a page: of a
+                              ratio of sums), interval by subsets of the documents
              across tasks     Holm's correction, for the tests of one kind on one pair of models
     runs     of each input interface, the difference to --baseline in held-out loss, two intervals
              seeds            Student's t over differences of single seeds: other weights, windows
-             documents        paired bootstrap of documents, losses averaged over the seeds before
+             documents        by subsets of the documents, losses averaged over the seeds before
 
 Usage:
     python compare.py out/smoke-*                      runs: every interface against learned
@@ -36,7 +36,7 @@ import numpy as np
 
 from machinery.figures import draw_runs
 from machinery.runs import FREE_ON_RESUME
-from machinery.statistics import LEVEL, holm, mcnemar, paired_bootstrap, student_interval
+from machinery.statistics import LEVEL, holm, mcnemar, paired_subsets, student_interval
 from machinery.tables import ACCURACIES, describe_runs, describe_scores
 
 TESTED = (*ACCURACIES, "loglikelihood", "bits_per_byte")
@@ -181,13 +181,14 @@ def compare_metric(task, metric, a, b, resamples):
     """Return the comparison of paired values and weights a, b [n, 2], as compare_pair lists it."""
     difference, weight = b[:, 0] - a[:, 0], a[:, 1]
     total = weight.sum()
-    low, high, p = paired_bootstrap(difference, weight, resamples)
+    low, high, p, least = paired_subsets(difference, weight, resamples)
     result = {"task": task, "metric": metric, "n": len(a), "first": a[:, 0].sum() / total,
               "other": b[:, 0].sum() / total, "difference": difference.sum() / total,
-              "low": low, "high": high, "test": "paired bootstrap", "p": p}
+              "low": low, "high": high, "test": "sign flips", "p": p, "p_least": least}
     if metric in ACCURACIES and np.isin(difference, (-1, 0, 1)).all():
         only_first, only_other = int((difference < 0).sum()), int((difference > 0).sum())
         result |= {"test": "exact McNemar", "p": mcnemar(only_first, only_other),
+                   "p_least": min(1.0, 2.0 ** (1 - only_first - only_other)),
                    "only_first": only_first, "only_other": only_other}
     return result
 
@@ -195,9 +196,10 @@ def compare_metric(task, metric, a, b, resamples):
 def compare_pair(first, other, resamples):
     """Return the paired comparisons of two files: a dict for each task and metric that both have.
 
-    Keys: task, metric, n (documents), first, other, difference (other - first), low, high (95 %),
-    test, p, p_holm; for accuracies also only_first, only_other (documents that one alone has
-    right). Accuracies are shares, log-likelihoods nats a document.
+    Keys: task, metric, n (documents), first, other, difference (other - first), low, high (95 %;
+    None where documents are too few), test, p, p_least (what so many documents can give), p_holm;
+    for accuracies also only_first, only_other (documents that one alone has right). Accuracies are
+    shares, log-likelihoods nats a document.
     """
     results, there = [], list_rows(other)
     for task, (tasks, _) in list_rows(first).items():
@@ -346,7 +348,7 @@ def summarize(seeds, base, resamples):
     group = {"seeds": list(seeds), "runs": [run["path"] for run in runs],
              "losses": losses, "differences": differences,
              "bits_per_byte": np.mean([run["heldout"]["bits_per_byte"] for run in runs]).item(),
-             "document_interval": paired_bootstrap(nats, weights, resamples)[:2],
+             "document_interval": paired_subsets(nats, weights, resamples)[:2],
              "curve_targets": points, "curve_losses": [], "curve_differences": [],
              "targets_per_second": np.mean([run["targets_per_second"] for run in runs]).item(),
              "parameters": config.get("parameters"), "code_report": config.get("code_report"),
@@ -403,7 +405,8 @@ def parse_args():
          help="run directories, or .json files of evaluate.py score")
     flag("--format", choices=("text", "markdown", "json"), default="text",
          help="of the output (default: %(default)s)")
-    flag("--resamples", type=int, default=10_000, help="of the bootstrap (default: %(default)s)")
+    flag("--resamples", type=int, default=10_000,
+         help="random subsets of the documents (default: %(default)s)")
     flag("--published", default="",
          help=f"scores: columns of the paper's own figures, as {','.join(PUBLISHED)}")
     flag("--baseline", default="learned",
