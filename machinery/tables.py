@@ -1,10 +1,26 @@
-"""The reports of compare.py, as text or Markdown: tables of scores and of runs."""
+"""The reports of compare.py, as text, Markdown or JSON: tables of scores and of runs."""
+
+import json
+import math
 
 from machinery.statistics import LEVEL
 
 ACCURACIES = ("acc", "acc_norm", "exact_match")  # shares of documents
 LOWER_IS_BETTER = ("perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte")
 SHOWN = (*ACCURACIES, "f1", *LOWER_IS_BETTER)
+
+
+def to_json(result):
+    """Return plain values as JSON, with null for what is not finite, which JSON cannot say."""
+    return json.dumps(without_nan(result), indent=1, allow_nan=False)
+
+
+def without_nan(value):
+    if isinstance(value, dict):
+        return {key: without_nan(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [without_nan(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def format_table(header, rows, markdown, left=1):
@@ -26,6 +42,8 @@ def format_value(metric, values):
     value, error = values.get(metric), values.get(f"{metric}_stderr")
     if value is None:
         return "-"
+    if not math.isfinite(value):
+        return "not finite"
     scale = 1 if metric in LOWER_IS_BETTER else 100
     return f"{scale * value:.2f}" + (f" ±{scale * error:.2f}" if isinstance(error, float) else "")
 
@@ -58,6 +76,9 @@ def build_statistics(results):
     units = {"loglikelihood": "nats", "bits_per_byte": "bits/byte"}
     rows = []
     for r in results:
+        if r["p"] is None:
+            rows.append([r["task"], r["metric"], f"{r['n']:,}", "-", "-", "", r["test"], "-", "-"])
+            continue
         unit = units.get(r["metric"], "points")
         scale = 100 if unit == "points" else 1
         difference = f"{scale * r['difference']:+.3f} {unit}"

@@ -268,6 +268,68 @@ def test_tables(write, monkeypatch, capsys):
     assert "paper" not in single
 
 
+def strict(text):
+    """Parse JSON as other languages do: without NaN."""
+    def refuse(word):
+        raise AssertionError(word)
+    return json.loads(text, parse_constant=refuse)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("metric, task", [("loglikelihood", "piqa"), ("acc", "piqa"),
+                                          ("bits_per_byte", "wikitext"), ("acc", "mmlu_x")])
+def test_a_score_that_is_not_finite_gives_no_p_value(write, monkeypatch, capsys, metric, task, bad):
+    first, other = scores(), scores("b", seed=1)
+    files = write("a", first), write("b", other)
+    good = strict(output(monkeypatch, capsys, *files, "--format=json"))
+    values = other["tasks"][task]["docs"][metric]
+    values[3] = (bad, 100) if metric == "bits_per_byte" else bad
+    files = write("a", first), write("b", other)
+    found = strict(output(monkeypatch, capsys, *files, "--format=json"))
+    row = "mmlu" if task == "mmlu_x" else task
+    for t, before in zip(found["pairs"][0]["tests"], good["pairs"][0]["tests"]):
+        if (t["task"], t["metric"]) != (row, metric):
+            assert {**t, "p_holm": 0} == {**before, "p_holm": 0}
+            continue
+        assert t["test"] == "not finite" and t["n"] == before["n"]
+        for key in ("difference", "low", "high", "p", "p_holm"):
+            assert t[key] is None
+    text = output(monkeypatch, capsys, *files)
+    assert f"NOTE: b: {metric} of {row} is not finite in 1 of" in text
+    assert "nan" not in text and "inf" not in text
+
+
+def test_a_metric_that_is_not_finite_is_marked(write, monkeypatch, capsys):
+    shown = scores()
+    shown["tasks"]["piqa"]["metrics"]["acc"] = math.nan
+    shown["tasks"]["wikitext"]["metrics"]["bits_per_byte"] = math.inf
+    text = output(monkeypatch, capsys, write("a", shown))
+    assert text.count("not finite") == 2 and "nan" not in text
+
+
+def test_an_extreme_score_loses_nothing_else(write, monkeypatch, capsys):
+    """One document at -1e300 nats: no warning, and one document is not significant."""
+    first, other = scores(), scores("b", seed=1)
+    other["tasks"]["piqa"]["docs"]["loglikelihood"][3] = -1e300
+    with np.errstate(all="raise"):
+        files = write("a", first), write("b", other)
+        found = strict(output(monkeypatch, capsys, *files, "--format=json"))
+        assert "piqa" in output(monkeypatch, capsys, *files)
+    tests = {(t["task"], t["metric"]): t for t in found["pairs"][0]["tests"]}
+    assert tests["piqa", "loglikelihood"]["p"] > 0.9 and len(tests) == 5
+
+
+def test_pages_without_bytes_give_no_ratio(write, monkeypatch, capsys):
+    files = [scores(), scores("b", seed=1)]
+    for file in files:
+        docs = file["tasks"]["wikitext"]["docs"]
+        docs["bits_per_byte"] = [(nats, 0) for nats, _ in docs["bits_per_byte"]]
+    found = strict(output(monkeypatch, capsys, write("a", files[0]), write("b", files[1]),
+                          "--format=json"))
+    page = next(t for t in found["pairs"][0]["tests"] if t["task"] == "wikitext")
+    assert page["test"] == "not finite" and page["p"] is None
+
+
 def test_limited_scores_are_marked(write, monkeypatch, capsys):
     """A part of a benchmark is not the benchmark, least of all beside the paper's figures."""
     limited = write("a", scores(limit=50))

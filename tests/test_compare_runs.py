@@ -265,6 +265,33 @@ def test_gap_against_depth(tmp_path):
         compare.compare_runs(paths[:-2], by="n_layer")
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("where", ["loss", "bits_per_byte", "nats"])
+def test_a_held_out_score_that_is_not_finite_is_refused(six_runs, where, bad):
+    path = six_runs[4] / "heldout-00000010.json"
+    heldout = json.loads(path.read_text())
+    if where == "nats":
+        heldout["documents"][7]["nats"] = bad
+    else:
+        heldout[where] = bad
+    path.write_text(json.dumps(heldout))
+    with pytest.raises(ValueError, match="binary-s2.*not finite"):
+        compare.compare_runs(six_runs)
+
+
+def test_a_curve_that_is_not_finite_is_left_out_of_the_file(six_runs, tmp_path, monkeypatch):
+    """The held-out losses are still compared, and comparison.json is JSON."""
+    log = six_runs[0] / "log.jsonl"
+    rows = log.read_text().splitlines()
+    rows[2] = json.dumps(json.loads(rows[2]) | {"val_loss": math.nan})
+    log.write_text("\n".join(rows) + "\n")
+    monkeypatch.setattr(sys, "argv", ["compare.py", *map(str, six_runs), f"--out={tmp_path}/c"])
+    compare.main()
+    text = (tmp_path / "c/comparison.json").read_text()
+    assert "NaN" not in text and "null" in text
+    assert json.loads(text)["groups"][1]["seed_interval"] > 0
+
+
 @pytest.mark.parametrize("field", ["n_layers", "parameters", "code_report", "nonsense"])
 def test_by_is_a_field_that_can_be_shown(six_runs, tmp_path, field):
     done = command(*six_runs, f"--by={field}", f"--out={tmp_path}/none")
