@@ -5,12 +5,11 @@ prepare.py writes with it; train.py and evaluate.py read.
 
 import hashlib
 import json
-import os
 from pathlib import Path
 
 import numpy as np
 
-from machinery.files import sha256, sha256_of, write_whole
+from machinery.files import sha256, sha256_of, sync, write_whole
 
 FORMAT = 1
 SPLITS = ("train", "val")
@@ -49,8 +48,7 @@ class ShardWriter:
 
         Without documents there is no file, and what a killed run may have left goes.
         """
-        self.file.flush()
-        os.fsync(self.file.fileno())
+        sync(self.file)
         self.file.close()
         index = document_starts(self.lengths).astype("<i8").tobytes()
         index_path = self.path.with_suffix(".idx")
@@ -114,7 +112,10 @@ class Shard:
 
 def check_size(path, expected):
     """Raise ValueError unless a file is there and has the expected bytes."""
-    found = path.stat().st_size if path.is_file() else None
+    try:
+        found = path.stat().st_size
+    except FileNotFoundError:
+        found = None
     if found != expected:
         found = "missing" if found is None else f"{found:,} bytes"
         raise ValueError(f"{path}: {found}; expected {expected:,} bytes; {REPAIR}")
@@ -130,11 +131,13 @@ def read_meta(data_dir):
     Raises FileNotFoundError or ValueError, saying what to type.
     """
     path = Path(data_dir) / "meta.json"
-    if not path.is_file():
-        raise FileNotFoundError(f"{data_dir}: no prepared data here; run python prepare.py "
-                                f"--out={data_dir} (or give --data=DIR)")
     try:
-        meta = json.loads(path.read_text())
+        text = path.read_text(encoding="utf-8")
+    except (FileNotFoundError, NotADirectoryError):
+        raise FileNotFoundError(f"{data_dir}: no prepared data here; run python prepare.py "
+                                f"--out={data_dir} (or give --data=DIR)") from None
+    try:
+        meta = json.loads(text)
         found = meta["format"]
     except (ValueError, KeyError, TypeError):
         found = "unreadable"

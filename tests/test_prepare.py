@@ -590,12 +590,13 @@ def test_interrupted_twice_it_still_ends(seconds, tmp_path, flags):
 def test_two_runs_at_once_in_one_directory_are_refused(tmp_path, prep):
     parquet(tmp_path / "a.parquet", ["a"])
     (tmp_path / "out").mkdir()
-    code = ("import fcntl, os, sys, time\n"
-            "fcntl.flock(os.open(sys.argv[1], os.O_RDONLY), fcntl.LOCK_EX)\n"
-            "print(flush=True)\n"
-            "time.sleep(60)\n")
+    code = ("import sys, time\n"
+            "from machinery.files import only_process_in\n"
+            "with only_process_in(sys.argv[1], 'prepare.py'):\n"
+            "    print(flush=True)\n"
+            "    time.sleep(60)\n")
     arguments = [sys.executable, "-c", code, tmp_path / "out"]
-    with subprocess.Popen(arguments, stdout=subprocess.PIPE) as holder:
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, cwd=ROOT) as holder:
         holder.stdout.readline()
         with pytest.raises(ValueError, match="another prepare.py"):
             prep(tokenizer="utf16")
