@@ -16,6 +16,7 @@ Usage:
     python prepare.py --source=fineweb-edu --shards=0:234 --workers=16
     python prepare.py --source='path/*.parquet' --tokenizer=path/tokenizer.json
     python prepare.py --check=data/stdlib --stats
+    python prepare.py --join data/part-0 data/part-1 --out=data/fineweb-edu
 
 One source file gives one train and one val shard, each under its final name only when it is whole,
 and the same bytes whatever the number of workers: stop it or kill it at any moment, and the same
@@ -49,8 +50,16 @@ from machinery.files import (
     sha256_of,
     write_whole,
 )
+from machinery.joining import join
 from machinery.progress import Progress
-from machinery.shards import FORMAT, SPLITS, ShardWriter, count_documents, write_meta
+from machinery.shards import (
+    FORMAT,
+    SPLITS,
+    ShardWriter,
+    count_documents,
+    note_shard,
+    write_meta,
+)
 from machinery.sources import (
     BATCH_BYTES,
     check_space,
@@ -199,6 +208,8 @@ def write_shards(meta, settings, workers, args):
     encoded = run_in_order(start_worker, settings, encode_rows, batches, workers)
     shards = meta["shards"]
     writers = None
+    if (Path(args.out) / "meta.json").exists():
+        write_meta(args.out, meta)  # without what is damaged, with what is new
     with Progress(len(shards), shards.count(None), count_rows(meta, args)) as progress:
         for batch, (skipped_in_batch, replaced_in_batch, sides) in encoded:
             if writers is None:
@@ -218,13 +229,13 @@ def write_shards(meta, settings, workers, args):
                 for split, writer in zip(SPLITS, writers):
                     entry[split] = writer.close()
                 shards[batch.number] = entry
-                write_meta(args.out, meta)
+                note_shard(args.out, meta, batch.number)
                 progress.shard_is_whole(batch.number)
                 writers = None
     if None in shards:  # --max_documents was reached before them
         n_used = shards.index(None)
         del meta["sources"][n_used:], shards[n_used:]
-        write_meta(args.out, meta)
+    write_meta(args.out, meta)
 
 
 def parse_args():
@@ -262,9 +273,14 @@ def parse_args():
                        help="do not delete downloaded files after use")
     group = parser.add_argument_group("instead of preparing")
     group.add_argument("--check", metavar="DIR", help="verify every shard of a prepared directory")
+    group.add_argument("--join", metavar="DIR", nargs="+",
+                       help="with --out: make one directory of those that several machines "
+                       "prepared, each with other --shards")
     group.add_argument("--stats", action="store_true",
                        help="with --check: print its size and its documents' lengths")
     args = parser.parse_args()
+    if args.join and not args.out:
+        parser.error("--join goes with --out=DIR")
     embedded = args.source == "stdlib"
     if args.tokenizer is None:
         args.tokenizer = "train:3072" if embedded else SMOLLM2
@@ -350,6 +366,8 @@ def main():
     args = parse_args()
     if args.check:
         return check(args.check, args.workers, args.stats)
+    if args.join:
+        return join(args.join, args.out, args.workers)
     os.makedirs(args.out, exist_ok=True)
     with only_process_in(args.out, "prepare.py"):
         prepare(args)

@@ -9,7 +9,7 @@ import numpy as np
 from tqdm import tqdm
 
 from machinery.files import changed_since, explain, is_refusal, sha256_of
-from machinery.shards import SPLITS, Shard, open_shards, read_meta
+from machinery.shards import SPLITS, Shard, meta_time, open_shards, read_meta
 
 BLOCK_SIZES = (256, 512, 1024, 2048, 4096)  # of the summary
 
@@ -27,7 +27,7 @@ def resume(data_dir, asked, is_same_source, workers):
 
     Raises ValueError if that is another preparation, or a source is no longer the file that it was.
     """
-    since = (Path(data_dir) / "meta.json").stat().st_mtime_ns
+    since = meta_time(data_dir)
     done = read_meta(data_dir)
     n_done = len(done["sources"])
     more = asked["sources"][n_done:]

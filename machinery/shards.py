@@ -13,6 +13,7 @@ from machinery.files import sha256, sha256_of, sync, write_whole
 
 FORMAT = 1
 SPLITS = ("train", "val")
+NOTES = "shards.jsonl"  # beside meta.json while a preparation is under way
 REPAIR = "run the same prepare.py command again to repair it"
 
 
@@ -122,7 +123,33 @@ def check_size(path, expected):
 
 
 def write_meta(out, meta):
+    """Write meta.json, whole; what note_shard kept aside is in it."""
     write_whole(Path(out) / "meta.json", json.dumps(meta, indent=1).encode())
+    (Path(out) / NOTES).unlink(missing_ok=True)
+
+
+def note_shard(out, meta, number):
+    """Keep the entry of a source whose shards are whole, should the run be stopped.
+
+    The first makes meta.json, the others a line each in a file beside it: to write all entries
+    again for each of a thousand sources takes minutes.
+    """
+    if not (Path(out) / "meta.json").exists():
+        write_meta(out, meta)
+        return
+    with open(Path(out) / NOTES, "a", encoding="utf-8") as file:
+        file.write(json.dumps([number, meta["shards"][number]]) + "\n")
+        sync(file)
+
+
+def read_notes(data_dir):
+    """Yield (number, entry) of what note_shard kept; a line that was cut off is none."""
+    path = Path(data_dir) / NOTES
+    if not path.exists():
+        return
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        if line.endswith("\n"):
+            yield json.loads(line)
 
 
 def read_meta(data_dir):
@@ -144,7 +171,15 @@ def read_meta(data_dir):
     if found != FORMAT:
         raise ValueError(f"{path}: format {found}; expected {FORMAT}; delete {data_dir} and "
                          "prepare it again")
+    for number, entry in read_notes(data_dir):
+        meta["shards"][number] = entry
     return meta
+
+
+def meta_time(data_dir):
+    """Return when a preparation last told of a shard, in ns."""
+    paths = [Path(data_dir) / "meta.json", Path(data_dir) / NOTES]
+    return max(path.stat().st_mtime_ns for path in paths if path.exists())
 
 
 def count_documents(entry):

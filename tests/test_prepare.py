@@ -249,7 +249,7 @@ def test_a_wrong_source_is_one_line(flag, part, tmp_path, monkeypatch, prep):
     "--fraction=1", "--val_fraction=1", "--val_fraction=-1", "--val_fraction=nan", "--workers=0",
     "--shards=3", "--shards=3:3", "--shards=3:2", "--stats", "--max_documents=0", "--sourc=a",
     "--tokenizer=train:12", "--tokenizer=train:70000", "--tokenizer=train:", "--out=",
-    "--source=", "--text_column=", "--check="])
+    "--source=", "--text_column=", "--check=", "--join=a"])
 def test_a_wrong_flag_exits_with_2(flag, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["prepare.py", flag])
     with pytest.raises(SystemExit) as error:

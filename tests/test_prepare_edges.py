@@ -268,3 +268,96 @@ def test_a_file_system_without_locks_or_syncing(number, tmp_path, monkeypatch, p
     assert contents(prep()) == clean
     told = capsys.readouterr().err
     assert ("cannot be locked" in told) == (number != errno.ENOSYS), "a file is the lock for ENOSYS"
+
+
+# Many sources, many machines
+
+def test_what_is_written_for_a_source_does_not_grow_with_their_number(tmp_path, monkeypatch, prep):
+    """meta.json tells of all sources; written again for each it would be quadratic."""
+    written = 0
+
+    def write_whole(path, data, write=files.write_whole):
+        nonlocal written
+        written += len(data) if Path(path).name == "meta.json" else 0
+        write(path, data)
+
+    for number in range(40):
+        (tmp_path / f"{number:02d}.jsonl").write_text('{"text": "one"}\n')
+    monkeypatch.setattr("machinery.shards.write_whole", write_whole)
+    out = prep("*.jsonl", tokenizer="utf16")
+    assert written < 3 * (out / "meta.json").stat().st_size
+    assert not (out / "shards.jsonl").exists() and len(entries(out)) == 40
+
+
+@pytest.mark.parametrize("n_done", [1, 3])
+def test_a_stopped_run_knows_what_is_done(n_done, tmp_path, monkeypatch, prep):
+    for name in "abcde":
+        parquet(tmp_path / f"{name}.parquet", texts_of(30, seed=name))
+    clean = contents(prep(out="clean"))
+    path = tmp_path / f"{'abcde'[n_done]}.parquet"
+    good = path.read_bytes()
+    path.write_bytes(b"damaged")
+    with pytest.raises(ValueError, match="cannot be read"):
+        prep()
+    done = [bool(entry) for entry in entries(tmp_path / "out")]
+    assert done == [number < n_done for number in range(5)]
+    with open(tmp_path / "out/shards.jsonl", "a") as file:
+        file.write('[4, {"source": "cut off')
+    made = (tmp_path / "out/train/00000.bin").stat().st_mtime_ns
+    path.write_bytes(good)
+    assert contents(prep()) == clean
+    assert (tmp_path / "out/train/00000.bin").stat().st_mtime_ns == made
+
+
+@pytest.fixture
+def parts(tmp_path, prep):
+    """Two parts of a preparation of five sources, and the whole; a function that joins them."""
+    for name in "abcde":
+        parquet(tmp_path / f"{name}.parquet", texts_of(40, seed=name))
+    (tmp_path / "c.parquet").unlink()
+    parquet(tmp_path / "c.parquet", [""])  # no document, so no file
+    for part, shards in (("part-1", "0:2"), ("part-0", "2:5")):
+        prep("*.parquet", f"--shards={shards}", out=part, val_fraction=0.2)
+    prep(out="whole", val_fraction=0.2)
+
+    def join(*names, out="joined"):
+        run("--join", *[tmp_path / name for name in names], f"--out={tmp_path / out}")
+        return tmp_path / out
+
+    return join
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_joined_parts_are_the_whole(has_links, parts, tmp_path, monkeypatch, prep):
+    if not has_links:
+        monkeypatch.setattr(os, "link", lambda *unused: fail(OSError(errno.EXDEV, "elsewhere")))
+    joined = parts("part-*")
+    assert contents(joined) == contents(tmp_path / "whole")
+    run(f"--check={joined}")
+    before = contents(joined)
+    assert contents(prep(out="joined", val_fraction=0.2)) == before, "and may be gone on with"
+
+
+def test_what_is_no_part_is_refused(parts, tmp_path, prep):
+    def refuse(part, *names):
+        with pytest.raises((ValueError, OSError), match=part):
+            parts(*names)
+        assert not (tmp_path / "joined/meta.json").exists()
+
+    refuse("is in .*part-1 too", "part-1", "whole")
+    prep("[c-e].parquet", "--split_seed=1", out="seed", val_fraction=0.2)
+    refuse("split seed", "part-1", "seed")
+    prep("[c-e].parquet", tokenizer="utf16", out="utf16", val_fraction=0.2)
+    refuse("tokenizer", "part-1", "utf16")
+    prep("[c-e].parquet", "--max_documents=50", out="few", val_fraction=0.2)
+    refuse("--max_documents", "part-1", "few")
+    refuse("no prepared data", "part-1", "nowhere")
+    data = (tmp_path / "part-0/train/00001.bin").read_bytes()
+    (tmp_path / "part-0/train/00001.bin").write_bytes(data[:-2] + b"xx")
+    refuse("shard 00001", "part-1", "part-0")
+    (tmp_path / "e.parquet").write_bytes(b"")
+    with pytest.raises(ValueError):
+        prep("[c-e].parquet", out="undone", val_fraction=0.2)
+    refuse("1 source files to do", "part-1", "undone")
+    with pytest.raises(ValueError, match="there is prepared data"):
+        parts("part-1", out="whole")
