@@ -27,7 +27,15 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from codes import CODE_SEED, FIXED, FRACTION_BITS, code_report, min_bits
+from codes import (
+    CODE_SEED,
+    FIXED,
+    FRACTION_BITS,
+    check_seed,
+    code_report,
+    min_bits,
+    parse_offset,
+)
 from kernels import LinearCrossEntropy, attend, selective_contexts
 
 INPUTS = ("learned", "tied", "lowdim", *FIXED)
@@ -80,6 +88,9 @@ class ModelConfig:
                                  f"only for {', '.join(inputs)}")
         if self.code_scale != "matched" and not positive(self.code_scale):
             raise ValueError(f"code_scale={self.code_scale}: expected matched or a number above 0")
+        check_seed(self.code_seed)
+        if self.code_offset != "random":
+            parse_offset(self.code_offset, self.n_bits)
         for name in ("block_size", "n_layer", "n_head", "n_embd", "n_ffn"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: expected 1 or more")
@@ -152,7 +163,7 @@ class FixedCodes(nn.Module):
         self.config = config
         arrays = FIXED[config.input](config.vocab_size, config.code_seed, config.code_offset)
         codebook = torch.from_numpy(arrays["codebook"])
-        self.unit = 2.0**-FRACTION_BITS if codebook.dtype == torch.int16 else 1.0
+        self.unit = 2.0**-FRACTION_BITS if codebook.dtype == torch.int32 else 1.0
         self.scale = 1.0
         if config.code_scale == "matched":
             learned = INIT_STD**2 * config.n_embd  # the mean squared norm of its rows at the start

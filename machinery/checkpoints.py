@@ -120,13 +120,16 @@ def scatter_state(model, optimizer, state):
     Raises ValueError, naming them, for weights that are missing or that the model does not have.
     """
     state = state or {"model": {}, "optimizer": {}}
-    if state["model"]:
-        differing = sorted(state["model"].keys() ^ model.state_dict().keys())
+    weights, here = state["model"], model.state_dict()
+    if weights:
+        differing = sorted(weights.keys() ^ here.keys())
         if differing:
             raise ValueError(f"the checkpoint and the model differ in {', '.join(differing)}")
+        # Earlier codebooks were int16, which cannot be broadcast.
+        weights = {name: tensor.to(here[name].dtype) for name, tensor in weights.items()}
     options = full_state.StateDictOptions(full_state_dict=True,
                                           broadcast_from_rank0=dist.is_initialized())
-    full_state.set_model_state_dict(model, state["model"], options=options)
+    full_state.set_model_state_dict(model, weights, options=options)
     full_state.set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
 
 

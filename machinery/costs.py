@@ -151,10 +151,9 @@ def estimate_memory(config, micro_batch, dtype, checkpoint_activations, accumula
 def whole_under_fsdp(model, dtype):
     """Return the bytes of the parameters that are whole at one time, as they multiply: the head, a
     table, the block at work and the next one. Of the rest a process holds its share."""
-    groups = model.group_parameters()
-    size = {name: sum(p.numel() for _, p in members) for name, members in groups.items()}
-    two_blocks = 2 * size["body"] / model.config.n_layer
-    return (2 if dtype == "bfloat16" else 4) * (size["input"] + size["head"] + two_blocks)
+    n = count_parameters(model)
+    two_blocks = 2 * n["body"] / model.config.n_layer
+    return (2 if dtype == "bfloat16" else 4) * (n["input"] + n["head"] + two_blocks)
 
 
 def print_costs(args, world_size, config, flops, say):

@@ -74,7 +74,8 @@ def start_processes(args):
     distributed = dist.is_torchelastic_launched()
     device = torch.device(args.device)
     if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if distributed else device
+        index = int(os.environ["LOCAL_RANK"]) if distributed else device.index or 0
+        device = torch.device("cuda", index)
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("highest")  # what is not BF16 is FP32, never TF32
     else:
@@ -91,9 +92,10 @@ def start_processes(args):
 def all_reduce_max(value):
     """Return the greatest of all processes' whole numbers or truths; all take part, and each waits
     for the last."""
+    if not dist.is_initialized():
+        return int(value)
     value = torch.tensor(int(value))
-    if dist.is_initialized():
-        dist.all_reduce(value, dist.ReduceOp.MAX)
+    dist.all_reduce(value, dist.ReduceOp.MAX)
     return value.item()
 
 

@@ -1,65 +1,63 @@
-"""The recipe's figures, the sampler's distribution, and whole runs: the same for any number of processes, any micro-batch and any
-interruption."""
+"""The recipe's figures, the sampler's distribution, and whole runs: the same for any number of
+processes and any micro-batch. Without random state there is none to save, so a resume is exact by
+design; tests/test_runs.py has what a resume and a fault can do to a run."""
 
 import doctest
 import json
 import math
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from training import (
+    ROOT,
+    TINY,  # noqa: F401  of other test files
+    UPDATES,
+    FirstUpdate,
+    Forks,
+    assert_near,
+    assert_same_run,
+    fake_cuda,
+    final,
+    flags,
+    furthest,
+    rows,
+    run_here,
+    values,
+)
 
 import train
 from codes import FIXED
-from machinery import runs, settings, sweep
-from machinery.checkpoints import read_checkpoint
+from machinery import settings
+from machinery.checkpoints import load_model, read_checkpoint
 from machinery.costs import count_parameters
 from machinery.runs import list_checkpoints
 from model import INPUTS, Decoder, ModelConfig
 from train import WindowSampler, learning_rate, rank_rows, uniforms
 
-ROOT = Path(__file__).parents[1]
-TINY = ["--vocab_size=300", "--n_layer=2", "--n_head=2", "--n_embd=36", "--n_ffn=48", "--block_size=32", "--dtype=float32", "--device=cpu",
-        "--tokens_per_step=512", "--micro_batch=8", "--max_lr=3e-3", "--min_lr=3e-4", "--warmup_steps=5", "--windows_per_visit=24", "--eval_windows=8", "--eval_every=10",
-        "--log_every=1", "--save_every=5"]
+
+@pytest.fixture(scope="module")
+def forks(tmp_path_factory):
+    forks = Forks(tmp_path_factory.mktemp("forks"))
+    yield forks
+    forks.close()
 
 
-def command(data, out, *flags, processes=None):
-    launcher = [sys.executable] if processes is None else [sys.executable, "-m", "torch.distributed.run", "--standalone",
-                                                           f"--nproc_per_node={processes}"]
-    return [*launcher, str(ROOT / "train.py"), f"--data={data}", f"--out={out}", *TINY, *flags]
+@pytest.fixture(scope="module")
+def straight(data_dir, forks, tmp_path_factory):
+    """An undisturbed run of 20 updates of binary."""
+    out = tmp_path_factory.mktemp("straight") / "run"
+    assert forks.run(flags(data_dir, out, keep=10)) == [0], forks.output()
+    return out
 
 
-def run(data, out, *flags, processes=None):
-    return subprocess.run(command(data, out, *flags, processes=processes), capture_output=True, text=True)
-
-
-def run_here(monkeypatch, data, out, *flags):
-    """The same command in this process: importing torch costs more than training does."""
-    monkeypatch.setattr(sys, "argv", command(data, out, *flags)[1:])
-    train.main()
-    return read_checkpoint(list_checkpoints(out)[0])
-
-
-def rows(out):
-    return [json.loads(line) for line in (Path(out) / "log.jsonl").read_text().splitlines()]
-
-
-def same(a, b):
-    """Whether two checkpoints hold the same weights and optimizer state, bit for bit."""
-    flat = lambda state: [*state["model"].values(), *(t for moments in state["optimizer"]["state"].values() for t in moments.values())]
-    return a["step"] == b["step"] and all(torch.equal(x, y) for x, y in zip(flat(a), flat(b), strict=True))
-
-
-# --- schedule
+# --- the recipe
 
 PAPER = (1.5e-4, 1e-5, 2000, 382_500)
 
@@ -68,9 +66,11 @@ def test_docstring_examples():
     assert doctest.testmod(train).failed == 0
 
 
-@pytest.mark.parametrize("step, lr", [(1, 7.5e-8), (100, 7.5e-6), (1000, 7.5e-5), (1999, 1.49925e-4), (2000, 1.5e-4), (10_000, 1.498473557e-4),
-                                      (50_000, 1.445743822e-4), (97_125, 1.294974747e-4), (192_250, 8.0e-5), (300_000, 2.562100590e-5),
-                                      (381_470, 1.000253122e-5), (382_500, 1e-5), (400_000, 1e-5)])
+@pytest.mark.parametrize("step, lr", [
+    (1, 7.5e-8), (100, 7.5e-6), (1000, 7.5e-5), (1999, 1.49925e-4), (2000, 1.5e-4),
+    (10_000, 1.498473557e-4), (50_000, 1.445743822e-4), (97_125, 1.294974747e-4),
+    (192_250, 8.0e-5), (300_000, 2.562100590e-5), (381_470, 1.000253122e-5), (382_500, 1e-5),
+    (400_000, 1e-5)])
 def test_learning_rates_of_the_paper(step, lr):
     assert learning_rate(step, *PAPER) == pytest.approx(lr, rel=1e-9)
 
@@ -78,60 +78,72 @@ def test_learning_rates_of_the_paper(step, lr):
 @pytest.mark.parametrize("warmup, total", [(100, 100), (0, 10), (0, 1), (1, 1), (5, 20)])
 def test_schedule_has_no_jump_and_one_peak(warmup, total):
     lrs = [learning_rate(step, 1.0, 0.1, warmup, total) for step in range(1, total + 4)]
-    assert all(math.isfinite(lr) and 0 < lr <= 1 for lr in lrs) and lrs[-3:] == [0.1] * 3
+    assert all(0 < lr <= 1 for lr in lrs) and lrs[total:] == [0.1] * 3
     if warmup:
-        assert lrs[:warmup] == [step / warmup for step in range(1, warmup + 1)] and lrs.count(1.0) == 1
-    if (warmup, total) == (5, 20):
-        assert max(a - b for a, b in zip(lrs[4:], lrs[5:])) < 0.1  # no drop larger than a step of the cosine
+        assert lrs[:warmup] == [step / warmup for step in range(1, warmup + 1)]
+        assert lrs.count(1.0) == 1
+    if warmup < total:  # no drop larger than the cosine's steepest step
+        falls = [a - b for a, b in zip(lrs[max(warmup - 1, 0):], lrs[max(warmup, 1):])]
+        assert max(falls) < 0.9 * math.pi / 2 / (total - warmup) + 1e-9
 
 
-def parse_args(flags):
-    return settings.parse_args(train.PRESETS, train.__doc__, flags)
-
-
-def paper_args(*flags):
-    return parse_args(["--preset=paper", "--device=cpu", *flags])
+def parse_args(argv):
+    return settings.parse_args(train.PRESETS, train.__doc__, argv)
 
 
 def test_recipe_of_the_paper():
-    args = paper_args()
+    args = parse_args(["--preset=paper", "--device=cpu"])
     assert args.tokens_per_step == 2 * 8 * 8 * 2048 == 262_144
-    assert args.steps == 381_470 and args.steps * args.tokens_per_step == 100_000_071_680  # the update that reaches 100e9
+    # The update that reaches 100e9.
+    assert args.steps == 381_470 and args.steps * args.tokens_per_step == 100_000_071_680
     assert (args.max_lr, args.min_lr, args.warmup_steps, args.decay_steps) == PAPER
     assert (args.streams, args.windows_per_visit) == (2, 1024 * 8)
-    assert (args.streams * args.windows_per_visit * 2048, args.streams * args.windows_per_visit * 2048 // args.tokens_per_step) == (2 * 16_777_216, 128)
+    visit = args.streams * args.windows_per_visit * 2048
+    assert (visit, visit // args.tokens_per_step) == (2 * 16_777_216, 128)
     assert settings.model_config(args) == ModelConfig()
-    assert (train.BETAS, train.EPS, train.WEIGHT_DECAY, train.GRAD_CLIP) == ((0.9, 0.95), 1e-8, 0.01, 1.0)
+    recipe = train.BETAS, train.EPS, train.WEIGHT_DECAY, train.GRAD_CLIP
+    assert recipe == ((0.9, 0.95), 1e-8, 0.01, 1.0)
 
 
 def test_flags_override_the_preset_and_both_spellings_work():
     assert parse_args(["--preset", "smoke", "--n_layer", "3", "--max_targets=1e5"]).n_layer == 3
     args = parse_args(["--preset=smoke", "--max_targets=1e6", "--input=gf2", "--seed=3"])
-    assert (args.max_targets, args.out, args.n_embd) == (1_000_000, "out/smoke-gf2-s3", train.PRESETS["smoke"]["n_embd"])
+    assert (args.max_targets, args.out) == (1_000_000, "out/smoke-gf2-s3")
+    assert args.n_embd == train.PRESETS["smoke"]["n_embd"]
     assert args.decay_steps == args.steps == -(-1_000_000 // args.tokens_per_step)
+
+
+def test_what_settings_work_out_is_a_new_value():
+    args = parse_args(["--preset=smoke", "--device=cpu"])
+    before = dict(vars(args))
+    two = settings.with_micro_batch(args, world_size=2)
+    assert (two.micro_batch, two.accumulation) == (4, 1) and vars(args) == before
 
 
 @pytest.mark.parametrize("input", INPUTS)
 def test_matrices_decay_and_vectors_do_not(input):
-    model = Decoder(ModelConfig(input=input, vocab_size=100, block_size=8, n_layer=2, n_head=2, n_embd=28, n_ffn=40))
+    model = Decoder(ModelConfig(input=input, vocab_size=100, block_size=8, n_layer=2, n_head=2,
+                                n_embd=28, n_ffn=40))
     decayed, plain = train.build_optimizer(model, 1e-3).param_groups
     assert (decayed["weight_decay"], plain["weight_decay"]) == (0.01, 0.0)
     assert sum(p.numel() for p in decayed["params"]) == count_parameters(model)["decayed"]
-    assert {id(p) for g in (decayed, plain) for p in g["params"]} == {id(p) for p in model.parameters()}
-    assert len(decayed["params"]) + len(plain["params"]) == len(list(model.parameters()))
+    grouped = [*decayed["params"], *plain["params"]]
+    assert {id(p) for p in grouped} == {id(p) for p in model.parameters()}
+    assert len(grouped) == len(list(model.parameters()))
     assert all(p.dim() == 1 for p in plain["params"])
 
 
-# --- sampler
+# --- the sampler
 
 class FakeShard:
-    """Documents of given lengths; the ids count up through the shard, so a window tells where it is from."""
-    name = "fake"
+    """Documents of given lengths; the ids count up through the shard, so a window tells where it is
+    from."""
 
     def __init__(self, *lengths, base=0):
         self.starts = np.concatenate(([0], np.cumsum(lengths)))
         self.ids = (base + np.arange(self.starts[-1])).astype(np.uint16)
-        self.longest, self.documents, self.tokens = max(lengths), len(lengths), int(self.starts[-1])
+        self.ids.flags.writeable = False
+        self.longest, self.documents, self.tokens = max(lengths), len(lengths), sum(lengths)
 
     def map(self):
         return self.ids, self.starts
@@ -144,406 +156,361 @@ def draw(sampler, n, stream=0):
 def test_uniforms_are_a_function_of_their_five_arguments():
     a = uniforms(1, 0, train.WINDOWS, 5, 1000)
     assert (a == uniforms(1, 0, train.WINDOWS, 5, 1000)).all() and (0 <= a).all() and (a < 1).all()
-    for other in ((2, 0, train.WINDOWS, 5), (1, 1, train.WINDOWS, 5), (1, 0, train.SHARD_ORDER, 5), (1, 0, train.WINDOWS, 6)):
+    for other in ((2, 0, train.WINDOWS, 5), (1, 1, train.WINDOWS, 5),
+                  (1, 0, train.SHARD_ORDER, 5), (1, 0, train.WINDOWS, 6)):
         assert not np.isin(a, uniforms(*other, 1000)).any()
-    assert uniforms(1, 0, train.WINDOWS, 0, 2).tolist() == [0.3035680343067586, 0.8487087496857769]  # for ever
+    for_ever = [0.3035680343067586, 0.8487087496857769]
+    assert uniforms(1, 0, train.WINDOWS, 0, 2).tolist() == for_ever
 
 
 def test_ends_of_documents():
+    """T + 1 tokens give one window, T + 2 two, T none; the last target is the last token."""
     T = 8
     sampler = WindowSampler([FakeShard(T, T + 1, T + 2, 3)], T, seed=1, windows_per_visit=1000)
     first = Counter(draw(sampler, 1000)[0][:, 0].tolist())
-    # T tokens: none; T + 1: one window; T + 2: two. Each document alike, then each start alike.
+    # Each document alike, then each start alike.
     assert set(first) == {T, 2 * T + 1, 2 * T + 2}
     assert abs(first[T] - 500) < 80 and abs(first[2 * T + 1] - 250) < 70
     inputs, targets = draw(sampler, 1000)
     assert (targets == inputs + 1).all() and inputs.shape == targets.shape == (1000, T)
-    assert targets[:, -1].max() == 3 * T + 2  # the last token of the last eligible document is a target
+    assert targets[:, -1].max() == 3 * T + 2  # the last token of the last eligible document
 
 
 def test_documents_are_uniform_whatever_their_length():
-    lengths = [9, 12, 100, 2000, 8, 40]
-    shard = FakeShard(*lengths)
+    shard = FakeShard(9, 12, 100, 2000, 8, 40)
     inputs = draw(WindowSampler([shard], 8, seed=3, windows_per_visit=20_000), 20_000)[0]
     document = np.searchsorted(shard.starts, inputs[:, 0].numpy(), side="right") - 1
     counts = np.bincount(document, minlength=6)
     assert counts[4] == 0
     expected = 20_000 / 5
-    assert ((counts[counts > 0] - expected) ** 2 / expected).sum() < 20  # chi-square, 4 degrees of freedom: p = 5e-4
-    # Inside a document every start is alike, and no window leaves it.
+    # Chi-square, 4 degrees of freedom: p = 5e-4.
+    assert ((counts[counts > 0] - expected) ** 2 / expected).sum() < 20
+    # Inside a document every start is alike (91 degrees of freedom), and no window leaves it.
     starts = inputs[document == 2][:, 0].numpy() - shard.starts[2]
-    histogram = np.bincount(starts, minlength=92)
-    assert len(histogram) == 92 and ((histogram - len(starts) / 92) ** 2 / (len(starts) / 92)).sum() < 150  # 91 degrees of freedom
+    histogram, each = np.bincount(starts, minlength=92), len(starts) / 92
+    assert len(histogram) == 92 and ((histogram - each) ** 2 / each).sum() < 150
     ends = inputs[:, -1].numpy() + 1
     assert (np.searchsorted(shard.starts, ends, side="right") - 1 == document).all()
 
 
 def test_a_stream_visits_every_shard_once_a_pass_in_a_new_order():
-    shards = [FakeShard(20, base=1000 * i) for i in range(5)] + [FakeShard(3, 3)]
+    """Shards of any size alike; one without a long document is left out."""
+    shards = [FakeShard(20, *[30] * i, base=1000 * i) for i in range(5)] + [FakeShard(3, 3)]
     sampler = WindowSampler(shards, 8, seed=1, windows_per_visit=4)
-    visited = draw(sampler, 4 * 5 * 4)[0][:, 0].numpy() // 1000
-    visits = visited.reshape(-1, 4)
+    visits = (draw(sampler, 4 * 5 * 20)[0][:, 0].numpy() // 1000).reshape(-1, 4)
     assert (visits == visits[:, :1]).all()
-    passes = visits[:, 0].reshape(4, 5)
-    assert all(sorted(p) == [0, 1, 2, 3, 4] for p in passes.tolist()) and len({tuple(p) for p in passes.tolist()}) > 1
+    passes = visits[:, 0].reshape(20, 5).tolist()
+    assert all(sorted(p) == [0, 1, 2, 3, 4] for p in passes) and len(set(map(tuple, passes))) > 1
     assert (draw(sampler, 80, stream=1)[0] != draw(sampler, 80, stream=0)[0]).any()
+    assert len(sampler.batch(rank_rows(10**6, 4, 2, 0, 1))[0]) == 4  # as long as one likes
 
 
 def test_windows_do_not_depend_on_when_they_are_asked_for():
     shards = [FakeShard(20, 50, base=1000 * i) for i in range(3)]
-    make = lambda: WindowSampler(shards, 8, seed=5, windows_per_visit=4)
-    straight = draw(make(), 60)[0]
-    backwards = make().batch([(0, w) for w in reversed(range(60))])[0].flip(0)
-    alone = torch.cat([make().batch([(0, w)])[0] for w in range(60)])
+
+    def sampler(seed=5):
+        return WindowSampler(shards, 8, seed=seed, windows_per_visit=4)
+
+    straight = draw(sampler(), 60)[0]
+    backwards = sampler().batch([(0, w) for w in reversed(range(60))])[0].flip(0)
+    alone = torch.cat([sampler().batch([(0, w)])[0] for w in range(60)])
     assert torch.equal(straight, backwards) and torch.equal(straight, alone)
-    assert not torch.equal(straight, WindowSampler(shards, 8, 6, 4).batch([(0, w) for w in range(60)])[0])
+    assert not torch.equal(straight, draw(sampler(seed=6), 60)[0])
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8, 16])
 def test_processes_share_one_global_batch(world_size):
     for step in (0, 1, 17):
         parts = [rank_rows(step, 16, 2, rank, world_size) for rank in range(world_size)]
-        assert sum(parts, []) == rank_rows(step, 16, 2, 0, 1)
-        assert sorted(sum(parts, [])) == [(stream, w) for stream in range(2) for w in range(8 * step, 8 * step + 8)]
-    if world_size == 2:
-        assert {stream for stream, _ in parts[0]} == {0} and {stream for stream, _ in parts[1]} == {1}  # the paper
+        together = sum(parts, [])
+        assert together == rank_rows(step, 16, 2, 0, 1) and len(set(together)) == 16
+        first = [(0, w) for w in range(8 * step, 8 * step + 8)]
+        assert sorted(together) == first + [(1, w) for _, w in first]
+    if world_size == 2:  # the paper: a stream each
+        assert [{stream for stream, _ in part} for part in parts] == [{0}, {1}]
 
 
+@pytest.mark.filterwarnings("error")
 def test_large_ids_stay_positive_and_the_batch_is_its_own():
     shard = FakeShard(5)
     shard.ids = np.array([0, 32_767, 32_768, 49_151, 65_535], np.uint16)
-    shard.ids.flags.writeable = False
     inputs, targets = WindowSampler([shard], 4, 1, 1).batch([(0, 0)])
-    assert inputs.dtype == torch.int64 and inputs.tolist() == [[0, 32_767, 32_768, 49_151]] and targets[0, -1] == 65_535
+    assert inputs.dtype == torch.int64 and inputs.tolist() == [[0, 32_767, 32_768, 49_151]]
+    assert targets[0, -1] == 65_535
     inputs += 1
     assert shard.ids[0] == 0
 
 
 def test_no_long_document_is_refused():
-    with pytest.raises(ValueError, match="block_size=8: no document has more than 8 tokens .*the longest of 2 has 8"):
+    message = "block_size=8: no document has more than 8 tokens .*the longest of 2 has 8"
+    with pytest.raises(ValueError, match=message):
         WindowSampler([FakeShard(8, 5)], 8, 1, 1)
 
 
-# --- whole runs
-
-def test_evaluation_is_a_sum_over_a_count():
+def test_evaluation_weighs_targets_not_batches():
+    """Windows of loss 1, 1, 1, 1, 6 in batches of 2 have a mean of 2, with one that fills up."""
     class Constant(torch.nn.Module):
-        """A model whose loss on a window is the window's first id."""
         def __init__(self):
             super().__init__()
             self.lm_head = torch.nn.Linear(1, 1)
 
         def forward(self, x, y):
-            return None, x[:, 0].float().mean()
-    x = torch.tensor([[1, 0]] * 4 + [[6, 0]])
+            return None, x[y >= 0].float().mean() if (y >= 0).any() else torch.zeros(())
+    inputs = torch.tensor([1, 1, 1, 1, 6, 99])[:, None].expand(6, 3)
+    targets = torch.tensor([0, 0, 0, 0, 0, -1])[:, None].expand(6, 3)
     autocast = torch.autocast("cpu", enabled=False)
-    assert train.evaluate(Constant(), x, x, 2, autocast) == pytest.approx(2.0)  # the mean of batch means would be 2.67
+    assert train.evaluate(Constant(), inputs, targets, 2, autocast) == 2.0
 
+
+def test_from_a_loss_that_is_not_finite_on_no_update_changes_anything():
+    """The optimizer skips it on the device; nobody waits to see whether it has to."""
+    model = Decoder(ModelConfig(vocab_size=100, block_size=8, n_layer=1, n_head=1, n_embd=14,
+                                n_ffn=16))
+    optimizer, bad = train.build_optimizer(model, 0.1), torch.zeros(3, dtype=torch.float64)
+    x = torch.arange(16).view(2, 8)
+    plain, autocast = model.loss, torch.autocast("cpu", enabled=False)
+    states = []
+    for number, factor in ((1, 1.0), (2, math.nan), (3, 1.0)):
+        model.loss = lambda *args, factor=factor: plain(*args) * factor
+        train.update(model, optimizer, (x, x + 1), 1, autocast, number, bad)
+        states.append({name: p.detach().clone() for name, p in model.named_parameters()})
+    assert furthest(states[0], states[1]) == furthest(states[0], states[2]) == 0
+    assert bad[0] == 2 and bad[1].isnan()
+    with pytest.raises(FloatingPointError, match="update 2: loss nan.*last good checkpoint: none"):
+        train.check_finite(bad, "nowhere")
+
+
+# --- every interface
 
 @pytest.fixture(scope="module")
-def straight(data_dir, tmp_path_factory):
-    """20 updates without interruption: {input: (out, checkpoint)}."""
-    runs, patch = {}, pytest.MonkeyPatch()
-    for input in INPUTS:
-        out = tmp_path_factory.mktemp("straight") / input
-        runs[input] = out, run_here(patch, data_dir, out, f"--input={input}", "--max_targets=10240")
-    patch.undo()
-    return runs
+def trained(data_dir, tmp_path_factory):
+    """20 updates of every interface in this process: {input: (out, checkpoint)}."""
+    folder = tmp_path_factory.mktemp("trained")
+    with pytest.MonkeyPatch.context() as patch:
+        return {input: (folder / input, run_here(patch, data_dir, folder / input, input=input))
+                for input in INPUTS}
 
 
 @pytest.mark.parametrize("input", INPUTS)
-def test_all_interfaces_learn(straight, input):
-    out, state = straight[input]
-    log = rows(out)
-    assert [row["step"] for row in log if "loss" in row] == list(range(1, 21)) and [row["step"] for row in log if "val_loss" in row] == [0, 10, 20]
-    assert all(row["lr"] == learning_rate(row["step"], 3e-3, 3e-4, 5, 20) for row in log if "loss" in row)
-    assert log[0]["val_loss"] == pytest.approx(math.log(300), abs=0.05) and log[-1]["val_loss"] < 0.95 * log[0]["val_loss"]
-    assert state["step"] == 20 and torch.load(list_checkpoints(out)[0], weights_only=True)["step"] == 20
+def test_all_interfaces_learn(trained, input):
+    out, state = trained[input]
+    log, heldout = rows(out), rows(out, "val_loss")
+    assert [row["step"] for row in log] == list(range(1, UPDATES + 1))
+    assert [row["step"] for row in heldout] == [0, 10, 20]
+    assert all(row["lr"] == learning_rate(row["step"], 3e-3, 3e-4, 5, UPDATES) for row in log)
+    assert heldout[0]["val_loss"] == pytest.approx(math.log(300), abs=0.05)
+    assert heldout[-1]["val_loss"] < 0.95 * heldout[0]["val_loss"]
     assert [p.name for p in list_checkpoints(out)] == ["step-00000020.pt", "step-00000015.pt"]
+    assert state["step"] == torch.load(list_checkpoints(out)[0], weights_only=True)["step"] == 20
     for name, tensor in state["model"].items():
         assert tensor.isfinite().all() and "_orig_mod" not in name
 
 
-def test_fixed_codes_are_bit_identical_after_training(straight):
+def test_fixed_codes_are_bit_identical_after_training(trained):
     for input in FIXED:
-        state = straight[input][1]
+        state = trained[input][1]
         fresh = Decoder(ModelConfig(**state["model_config"]))
         for name, buffer in fresh.named_buffers():
             assert torch.equal(state["model"][name], buffer)
         assert not any("embed_tokens" in name for name, _ in fresh.named_parameters())
 
 
-def test_interfaces_see_the_same_windows_and_start_from_the_same_body(data_dir, tmp_path, monkeypatch):
-    seen = {}
+def test_interfaces_see_the_same_windows_and_start_from_the_same_body(data_dir, tmp_path,
+                                                                      monkeypatch):
+    seen, original = {}, WindowSampler.batch
     for input in INPUTS:
-        batches = seen.setdefault(input, [])
-        original = WindowSampler.batch
+        batches = seen[input] = []
+
+        def batch(self, rows, batches=batches):
+            batches.append(original(self, rows))
+            return batches[-1]
+
         with monkeypatch.context() as patch:
-            patch.setattr(WindowSampler, "batch", lambda self, rows: batches.append(original(self, rows)) or batches[-1])
-            run_here(patch, data_dir, tmp_path / input, f"--input={input}", "--max_targets=3000", "--seed=4")
+            patch.setattr(WindowSampler, "batch", batch)
+            run_here(patch, data_dir, tmp_path / input, input=input, max_targets=3000, seed=4)
     for batches in zip(*seen.values(), strict=True):
-        assert all(torch.equal(batches[0][0], x) and torch.equal(batches[0][1], y) for x, y in batches)
-    hashes = {json.loads((tmp_path / input / "config.json").read_text())["initial_body_sha256"] for input in INPUTS}
+        for inputs, targets in batches:
+            assert torch.equal(batches[0][0], inputs) and torch.equal(batches[0][1], targets)
+    configs = [json.loads((tmp_path / input / "config.json").read_text()) for input in INPUTS]
+    hashes = {config["initial_body_sha256"] for config in configs}
     assert len(hashes) == 1 and len(hashes.pop()) == 64
 
 
-@pytest.mark.parametrize("flags", [("--micro_batch=1",), ("--micro_batch=16",), ("--checkpoint_activations=block",), ("--eval_every=3", "--log_every=7")])
-def test_machine_flags_do_not_change_what_is_learned(straight, data_dir, tmp_path, monkeypatch, flags):
-    state = run_here(monkeypatch, data_dir, tmp_path, "--input=binary", "--max_targets=10240", *flags)
-    # Another micro-batch is another order of float32 sums; after 20 updates 1e-5 is ten times what is seen.
-    for name, tensor in straight["binary"][1]["model"].items():
-        assert torch.allclose(state["model"][name], tensor, atol=1e-5), name
-
-
-@pytest.mark.parametrize("processes, micro_batch", [(2, 16)])  # 16 is one process's share; two have 8 each
-def test_torchrun_gives_the_same_losses_and_weights(straight, data_dir, tmp_path, processes, micro_batch):
-    result = run(data_dir, tmp_path, "--input=binary", "--max_targets=10240", f"--micro_batch={micro_batch}", processes=processes)
-    assert result.returncode == 0, result.stderr
-    out, one = straight["binary"]
-    many = read_checkpoint(list_checkpoints(tmp_path)[0])
-    for name, tensor in one["model"].items():
-        assert torch.allclose(many["model"][name], tensor, atol=1e-5), name
-    for a, b in zip(rows(out), rows(tmp_path), strict=True):
-        key = "loss" if "loss" in a else "val_loss"
-        assert a["step"] == b["step"] and a[key] == pytest.approx(b[key], abs=1e-5)
-    assert result.stdout.count("preset smoke") == 1  # one process speaks
-
-
-def test_resume_is_bitwise_also_across_a_shard_border(straight, data_dir, tmp_path, monkeypatch):
-    """24 windows a visit and 8 a stream and update: a border every third update, so updates 6, 9, 12 ... open another shard."""
-    flags = ("--input=gf2", "--max_targets=10240")
-    for steps in (3, 7, 11):  # a run that ends early keeps the schedule of the whole one
-        run_here(monkeypatch, data_dir, tmp_path, *flags, f"--max_targets={512 * steps}", "--decay_steps=20", "--resume")
-    state = run_here(monkeypatch, data_dir, tmp_path, *flags, "--resume")
-    out, whole = straight["gf2"]
-    assert same(state, whole)
-    drop = lambda row: {k: v for k, v in row.items() if k != "targets_per_second"}
-    numbered = lambda log: {row["step"]: drop(row) for row in log if "loss" in row}
-    assert numbered(rows(tmp_path)) == numbered(rows(out))
-
-
-@pytest.mark.parametrize("processes", [None, 2])
-def test_killed_and_resumed_is_bitwise(straight, data_dir, tmp_path, processes):
-    flags = ["--input=binary", "--max_targets=10240", "--save_every=3", "--resume"]
-    if processes is None:
-        reference = straight["binary"][1]
-    else:  # two processes sum in another order than one: compared with two that were left alone
-        assert run(data_dir, tmp_path / "straight", *flags, processes=processes).returncode == 0
-        reference = read_checkpoint(list_checkpoints(tmp_path / "straight")[0])
-    out = tmp_path / "killed"
-    for kill_at in (2, 11) if processes is None else (8,):
-        child = subprocess.Popen(command(data_dir, out, *flags, processes=processes), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                                 start_new_session=True)
-        deadline = time.monotonic() + 60
-        while child.poll() is None and time.monotonic() < deadline and not (
-                (out / "log.jsonl").exists() and f'"step": {kill_at}, ' in (out / "log.jsonl").read_text()):
-            time.sleep(0.002)
-        os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
-    result = run(data_dir, out, *flags, processes=processes)
-    assert result.returncode == 0, result.stderr
-    assert same(read_checkpoint(list_checkpoints(out)[0]), reference)
-    steps = [row["step"] for row in rows(out) if "loss" in row]
-    assert steps == list(range(1, 21))  # each update once, though some were done twice
-
-
-def test_a_finished_run_resumes_to_nothing(straight, data_dir, monkeypatch):
-    out, state = straight["learned"]
-    before = rows(out)
-    assert same(run_here(monkeypatch, data_dir, out, "--input=learned", "--max_targets=10240", "--resume"), state)
-    assert rows(out) == before
-
-
-def test_cut_log_drops_later_rows_and_half_a_row(tmp_path):
-    log = tmp_path / "log.jsonl"
-    log.write_text('{"step": 0, "val_loss": 5}\n{"step": 1, "loss": 4}\n{"step": 2, "loss": 3}\n{"step": 2, "val_loss": 3}\n{"step": 3, "lo')
-    with open(log, "ab", buffering=0) as file:
-        runs.cut_log(file, 2)
-    assert log.read_text() == '{"step": 0, "val_loss": 5}\n{"step": 1, "loss": 4}\n{"step": 2, "loss": 3}\n'
-    with open(log, "ab", buffering=0) as file:
-        runs.cut_log(file, 0)
-    assert log.read_text() == ""
-
-
-def test_a_loss_that_is_not_finite_stops_before_the_update(data_dir, tmp_path, monkeypatch):
-    original = Decoder.forward
-
-    def poisoned(self, idx, targets=None, **rest):
-        logits, loss = original(self, idx, targets, **rest)
-        calls.append(1)
-        return logits, loss * (math.nan if len(calls) > 14 and self.training else 1)
-    calls = []
-    with monkeypatch.context() as patch:
-        patch.setattr(Decoder, "forward", poisoned)
-        with pytest.raises(FloatingPointError, match=r"update 7: loss nan.*stopped before this update; last good checkpoint: .*step-00000006.pt"):
-            run_here(patch, data_dir, tmp_path, "--max_targets=10240", "--save_every=2", "--eval_every=1000")
-    assert all(t.isfinite().all() for t in read_checkpoint(list_checkpoints(tmp_path)[0])["model"].values())
-
-
-def test_logged_gradient_norm_is_before_clipping_and_clipping_is_once(data_dir, tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(train, "GRAD_CLIP", 0.05)
-        four = run_here(patch, data_dir, tmp_path / "four", "--max_targets=5120", "--micro_batch=4")
-        whole = run_here(patch, data_dir, tmp_path / "whole", "--max_targets=5120", "--micro_batch=16")
-    assert all(torch.allclose(four["model"][name], t, atol=1e-5) for name, t in whole["model"].items())
-    assert min(row["grad_norm"] for row in rows(tmp_path / "four") if "loss" in row) > 0.05
-
-
-def test_dry_run_needs_no_data():
-    result = subprocess.run([sys.executable, ROOT / "train.py", "--preset=paper", "--input=gf2", "--dry_run"], cwd="/", capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    for figure in ("1,711,376,384", "1,610,713,088", "100,663,296", "786,704", "1,712,163,088", "1,711,276,032", "100,352", "27.38 GB", "10.27 G", "0.604 G"):
-        assert figure in result.stdout
-
-
-# --- sweeps
-
-def test_sweep_grammar():
-    assert sweep.parse_sweep("input=binary,gf2;seed=1,2") == [{"input": i, "seed": s} for i in ("binary", "gf2") for s in "12"]
-    for wrong in ("input", "input=", "=binary", "input=a,,b", ""):
-        with pytest.raises(ValueError, match="expected NAME=VALUE"):
-            sweep.parse_sweep(wrong)
-
-
-def test_sweep_runs_skips_and_resumes(straight, data_dir, tmp_path):
-    flags = ["--sweep=input=learned,binary;seed=1", "--sweep=input=gf2;code_seed=1", "--max_targets=1024", "--decay_steps=20"]
-    first = run(data_dir, tmp_path, *flags)
-    assert first.returncode == 0 and first.stdout.count("trained") == 3, first.stdout + first.stderr
-    names = ["input=learned,seed=1", "input=binary,seed=1", "input=gf2,code_seed=1"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
-    config = json.loads((tmp_path / names[1] / "config.json").read_text())
-    assert config["parameters"]["input"] == 0 and config["code_report"]["zero_ids"] == [0]
-    # Finished runs are skipped; a run that lost its newest checkpoint is done again from the one before.
-    list_checkpoints(tmp_path / names[2])[0].unlink()
-    again = run(data_dir, tmp_path, *flags)
-    assert again.returncode == 0 and again.stdout.count("skipped") == 2 and again.stdout.count("trained") == 1, again.stdout
-    # Another configuration is refused before anything is trained.
-    other = refusal(data_dir, tmp_path, *flags, "--max_lr=0.1")
-    assert "max_lr 0.003 -> 0.1" in other.stderr and "input=learned,seed=1" in other.stderr
-    assert "unrecognized arguments: --sed=1" in refusal(data_dir, tmp_path, "--sweep=sed=1").stderr
-
-
-def test_a_failed_run_of_a_sweep_is_said_and_the_others_go_on(data_dir, tmp_path):
-    result = run(data_dir, tmp_path, "--sweep=micro_batch=3,8", "--max_targets=512", "--warmup_steps=0")
-    assert result.returncode == 1 and result.stdout.count("FAILED") == 1 and result.stdout.count("trained") == 1
-    assert "do not divide" in (tmp_path / "micro_batch=3" / "console.txt").read_text()
-
-
 def test_the_readmes_new_interface_trains(data_dir, tmp_path):
-    example = next(block for block in (ROOT / "README.md").read_text().split("```python\n")[1:] if "fixed_gray" in block).split("```")[0]
+    blocks = (ROOT / "README.md").read_text().split("```python\n")[1:]
+    example = next(block for block in blocks if "fixed_gray" in block).split("```")[0]
     assert len(example.splitlines()) < 15
     for name in ("kernels.py", "model.py", "train.py"):
-        (tmp_path / name).write_text((ROOT / name).read_text())
+        shutil.copy(ROOT / name, tmp_path)
     shutil.copytree(ROOT / "machinery", tmp_path / "machinery")
     (tmp_path / "codes.py").write_text((ROOT / "codes.py").read_text() + "\n\n" + example)
-    result = subprocess.run([sys.executable, tmp_path / "train.py", *command(data_dir, tmp_path / "out", "--input=gray", "--max_targets=1024")[2:]],
-                            capture_output=True, text=True)
+    argv = flags(data_dir, tmp_path / "out", input="gray", max_targets=1024)
+    result = subprocess.run([sys.executable, tmp_path / "train.py", *argv], capture_output=True,
+                            text=True)
     assert result.returncode == 0, result.stderr
-    codes = read_checkpoint(list_checkpoints(tmp_path / "out")[0])["model"]["model.embed_tokens.codebook"].int()
+    state = read_checkpoint(list_checkpoints(tmp_path / "out")[0])
+    codes = state["model"]["model.embed_tokens.codebook"].int()
     assert codes.shape == (300, 9) and ((codes[1:] - codes[:-1]).abs().sum(1) == 1).all()
 
 
-# --- wrong input: one line, a non-zero exit, nothing half-written
+# --- the same run on any machine
 
-@pytest.fixture
-def spoiled(data_dir, tmp_path):
-    """A copy of the prepared data to spoil."""
-    return Path(shutil.copytree(data_dir, tmp_path / "data"))
-
-
-def refusal(data, out, *flags):
-    result = run(data, out, *flags)
-    assert result.returncode in (1, 2) and len(result.stderr.splitlines()) == 1 and result.stderr.startswith("train.py: "), result.stderr
-    return result
-
-
-def test_no_data(tmp_path):
-    assert "run python prepare.py" in refusal(tmp_path / "none", tmp_path / "out").stderr
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("flags, message", [
-    (["--nonsense=1"], "unrecognized arguments: --nonsense"), (["--input=onehot"], "onehot"), (["--n_embd=40"], "36 or 72 would do"),
-    (["--tokens_per_step=500"], "multiple of block_size x streams = 64"), (["--micro_batch=0"], "1 or more"), (["--device=mps"], "expected cpu"),
-    (["--warmup_steps=999", "--decay_steps=10"], "at most decay_steps=10"), (["--max_targets=1.5"], "max_targets"), (["--max_targets=inf"], "max_targets"), (["--min_lr=1"], "min_lr <= max_lr")])
-def test_wrong_flags(data_dir, tmp_path, monkeypatch, capsys, flags, message):
-    monkeypatch.setattr(sys, "argv", command(data_dir, tmp_path / "out", *flags)[1:])
-    with pytest.raises(SystemExit) as exit:
-        train.main()
-    error = capsys.readouterr().err
-    assert exit.value.code == 2 and len(error.splitlines()) == 1 and message in error
-    assert not (tmp_path / "out").exists()
+@pytest.mark.parametrize("processes, changes", [
+    (1, dict(micro_batch=1)), (1, dict(micro_batch=16)), (2, dict(micro_batch=16)),
+    (4, dict(micro_batch=2)), (1, dict(eval_every=3, log_every=7)),
+    (2, dict(parallel="fsdp", checkpoint_activations="block")),
+    (4, dict(parallel="fsdp", micro_batch=2, checkpoint_activations="selective")),
+], ids=str)
+def test_any_split_of_the_work_is_the_same_run(data_dir, forks, straight, tmp_path, processes,
+                                               changes):
+    """Rows, losses, norms and evaluations do not depend on the split, nor does what is learned on
+    what is reported; one process speaks."""
+    argv = flags(data_dir, tmp_path / "run", **changes)
+    assert forks.run(argv, processes=processes) == [0] * processes, forks.output()
+    assert forks.output().count("preset smoke") == 1
+    for key in ("loss", "grad_norm", "val_loss"):
+        expected = {row["step"]: row[key] for row in rows(straight, key)}
+        common = [row for row in rows(tmp_path / "run", key) if row["step"] in expected]
+        fewer = {"val_loss": 2}.get(key, 3) if "log_every" in changes else len(expected)
+        assert len(common) == fewer
+        assert_near([row[key] for row in common], [expected[row["step"]] for row in common])
+    assert furthest(final(straight)["model"], final(tmp_path / "run")["model"]) < 1e-5
 
 
-@pytest.mark.parametrize("flags, message", [
-    (["--vocab_size=400"], "vocab_size=400, but .* has 300; give --vocab_size=300"), (["--block_size=2048", "--tokens_per_step=8192", "--micro_batch=2"], "no document has more"),
-    (["--micro_batch=3"], "do not divide")])
-def test_flags_that_do_not_fit_the_data(data_dir, tmp_path, monkeypatch, flags, message):
-    with pytest.raises(ValueError, match=message):
-        run_here(monkeypatch, data_dir, tmp_path / "out", *flags)
-    assert not (tmp_path / "out").exists()
+def test_two_processes_are_bitwise_one_process_with_two_micro_batches(data_dir, forks, straight,
+                                                                      tmp_path):
+    assert forks.run(flags(data_dir, tmp_path / "run", keep=10), processes=2) == [0, 0]
+    assert furthest(final(straight)["model"], final(tmp_path / "run")["model"]) == 0
 
 
-def test_the_dry_run_cuts_the_micro_batch_as_the_run_does(tmp_path, monkeypatch, capsys):
-    for name, value in dict(TORCHELASTIC_RUN_ID="x", WORLD_SIZE="2", RANK="0", LOCAL_RANK="0").items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(sys, "argv", ["train.py", "--preset=smoke", "--dry_run", "--device=cpu", f"--out={tmp_path / 'out'}"])
-    train.main()
-    assert "each of 2 processes (ddp), micro_batch 4," in capsys.readouterr().out  # of 8 windows an update
+@pytest.mark.parametrize("kind", ["block", "selective"])
+def test_checkpointing_activations_is_bitwise_the_same_run(data_dir, forks, straight, tmp_path,
+                                                           kind):
+    """Every parameter trains, also below fixed codes, which need no gradient."""
+    argv = flags(data_dir, tmp_path / "run", checkpoint_activations=kind)
+    assert forks.run(argv) == [0], forks.output()
+    assert_same_run(straight, tmp_path / "run")
 
 
-def test_a_stray_rank_is_not_torchruns(tmp_path):
-    done = subprocess.run([sys.executable, "train.py", "--preset=smoke", f"--data={tmp_path / 'none'}", f"--out={tmp_path / 'out'}", "--device=cpu"],
-                          capture_output=True, text=True, cwd=Path(train.__file__).parent, env={**os.environ, "RANK": "1", "LOCAL_RANK": "1"})
-    assert done.returncode == 1 and done.stdout.startswith("preset smoke") and "run python prepare.py" in done.stderr
+def test_a_compiled_run_is_the_same_and_its_checkpoint_has_plain_names(data_dir, forks, straight,
+                                                                       tmp_path):
+    """In both directions: compiled for 10 updates, then not."""
+    quick = ("import functools; "  # no C++ compiler
+             "torch.compile = functools.partial(torch.compile, backend='aot_eager')")
+    argv = flags(data_dir, tmp_path / "run", compile=True, max_targets=512 * 10)
+    assert forks.run(argv, quick) == [0], forks.output()
+    expected = read_checkpoint(straight / "step-00000010.pt")["model"]
+    assert furthest(expected, load_model(tmp_path / "run")[0].state_dict()) < 1e-5
+    assert forks.run(flags(data_dir, tmp_path / "run", resume=True)) == [0]
+    assert_near(values(tmp_path / "run"), values(straight))
 
 
-def test_truncated_shard(spoiled, tmp_path):
-    path = spoiled / "train" / "00001.bin"
-    path.write_bytes(path.read_bytes()[:-2])
-    error = refusal(spoiled, tmp_path / "out").stderr
-    assert "00001.bin" in error and "expected" in error and "prepare" in error and not (tmp_path / "out").exists()
+def test_bfloat16_fsdp_follows_ddp(data_dir, forks, tmp_path):
+    """BF16 weights on the wire, float32 masters: within BF16's rounding of autocast's curve."""
+    for parallel in ("ddp", "fsdp"):
+        argv = flags(data_dir, tmp_path / parallel, parallel=parallel, dtype="bfloat16",
+                     max_targets=512 * 10)
+        assert forks.run(argv, processes=2) == [0, 0], forks.output()
+    assert_near(values(tmp_path / "fsdp"), values(tmp_path / "ddp"), 2e-3)
+    moments = load_model(tmp_path / "fsdp")[1]["optimizer"]["state"]["lm_head.weight"]
+    assert moments["exp_avg"].dtype == torch.float32
 
 
-def test_swapped_shards(spoiled, tmp_path, monkeypatch):
-    """Of the same size, so that only the index can tell."""
-    path, other = (spoiled / "train" / f"0000{i}.bin" for i in (0, 1))
-    meta = json.loads((spoiled / "meta.json").read_text())
-    path.write_bytes((other.read_bytes() * 2)[:2 * meta["shards"][0]["train"]["tokens"]])
-    with pytest.raises(ValueError, match="index does not belong"):
-        run_here(monkeypatch, spoiled, tmp_path / "out", "--max_targets=100000")
+def test_logged_gradient_norm_is_before_clipping_and_clipping_is_once(data_dir, tmp_path,
+                                                                      monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "GRAD_CLIP", 0.05)
+        four, whole = (
+            run_here(patch, data_dir, tmp_path / str(n), max_targets=5120, micro_batch=n)
+            for n in (4, 16))
+    assert furthest(four["model"], whole["model"]) < 1e-5
+    assert min(values(tmp_path / "4", "grad_norm")) > 0.05
 
 
-def test_unwritable_output(data_dir, tmp_path):
-    (tmp_path / "file").write_text("")
-    assert "file" in refusal(data_dir, tmp_path / "file" / "out").stderr
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("input", INPUTS)
+def test_every_interface_starts_and_resumes_under_torchrun(data_dir, forks, tmp_path, input,
+                                                           parallel):
+    """What is broadcast between processes has to be of a kind that can be: parameters, buffers."""
+    for updates in (1, 2):
+        argv = flags(data_dir, tmp_path / "run", input=input, parallel=parallel, resume=True,
+                     max_targets=512 * updates, eval_every=100, micro_batch=16)
+        assert forks.run(argv, processes=2) == [0, 0], forks.output()
+    assert "resumed after update 1" in forks.output()
 
 
-def test_an_existing_run_is_not_overwritten(straight, data_dir):
-    out, state = straight["binary"]
-    assert "--resume continues it" in refusal(data_dir, out, "--input=binary").stderr
-    assert same(read_checkpoint(list_checkpoints(out)[0]), state)
+def test_torchrun_passes_a_signal_on_and_all_ranks_leave_together(data_dir, straight, tmp_path):
+    """One checkpoint at the step where all stopped, long before the save interval; nothing is off
+    until there."""
+    out, log = tmp_path / "run", tmp_path / "log"
+    argv = flags(data_dir, out, save_every=1000, max_targets=512 * 100_000)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+               "train.py", *argv]
+    with open(log, "w") as file:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file,
+                                   env=os.environ | {"OMP_NUM_THREADS": "1"})
+    while not (out / "log.jsonl").exists() or len(rows(out)) < 7:
+        time.sleep(0.05)
+        assert process.poll() is None, log.read_text()
+    process.terminate()
+    assert process.wait(timeout=60) != 0
+    stopped = rows(out)[-1]["step"]
+    assert [int(path.stem[5:]) for path in list_checkpoints(out)] == [stopped], log.read_text()
+    assert "SIGTERM; --resume continues" in log.read_text()
+    assert_near(values(out)[:UPDATES], values(straight)[:stopped])
 
 
-def test_resume_with_another_experiment_lists_the_fields(straight, data_dir, spoiled, monkeypatch):
-    out, state = straight["binary"]
-    with pytest.raises(ValueError, match=r"max_lr 0.003 -> 1.0, .*streams 2 -> 4|streams 2 -> 4.*max_lr"):
-        run_here(monkeypatch, data_dir, out, "--input=binary", "--max_targets=10240", "--resume", "--max_lr=1.0", "--streams=4")
-    with pytest.raises(ValueError, match="input binary -> gf2"):
-        run_here(monkeypatch, data_dir, out, "--input=gf2", "--max_targets=10240", "--resume")
-    meta = json.loads((spoiled / "meta.json").read_text())
-    meta["tokenizer"]["sha256"] = "0" * 64
-    (spoiled / "meta.json").write_text(json.dumps(meta))
-    with pytest.raises(ValueError, match="data_fingerprint"):
-        run_here(monkeypatch, spoiled, out, "--input=binary", "--max_targets=10240", "--resume")
-    assert same(read_checkpoint(list_checkpoints(out)[0]), state)
+@pytest.mark.parametrize("device", ["cuda", "cuda:1"])
+def test_all_before_the_first_update_works_on_a_gpu(data_dir, tmp_path, monkeypatch, device):
+    """One process, without torchrun, whose device has no number unless the user gives one."""
+    def look(step_model, optimizer, batch, micro_batch, autocast, number, bad):
+        tensors = [*step_model.parameters(), *step_model.buffers(), *batch, bad]
+        expected = torch.device("cuda", 1 if device == "cuda:1" else 0)
+        assert {tensor.device for tensor in tensors} == {expected} and number == 1
+        assert len(optimizer.param_groups) == 2
+
+    fake_cuda(monkeypatch, look)
+    with pytest.raises(FirstUpdate):
+        run_here(monkeypatch, data_dir, tmp_path / "run", preset="smoke", device=device,
+                 dtype="bfloat16")
 
 
-def test_no_validation_documents_means_no_evaluation(spoiled, tmp_path, monkeypatch, capsys):
-    meta = json.loads((spoiled / "meta.json").read_text())
+@pytest.mark.parametrize("case", ["binary block", "learned selective"])
+def test_the_gpu_bench_comes_to_its_first_update(monkeypatch, case):
+    monkeypatch.syspath_prepend(ROOT / "tests" / "bench")
+    import bench_gpu
+
+    def look(model, optimizer, batch, *_):
+        assert {tensor.device.type for tensor in (*model.parameters(), *batch)} == {"cuda"}
+
+    fake_cuda(monkeypatch, look)
+    small = {name: value for name, value in bench_gpu.TINY.items()}
+    monkeypatch.setattr(bench_gpu, "ModelConfig", lambda input: ModelConfig(input=input, **small))
+    with pytest.raises(FirstUpdate):
+        bench_gpu.measure(case, dry_run=False, steps=1)
+
+
+# --- beside a run
+
+def test_profile_writes_a_trace(data_dir, forks, tmp_path):
+    argv = flags(data_dir, tmp_path / "run", profile=True, max_targets=512 * 8)
+    assert forks.run(argv) == [0], forks.output()
+    trace = json.loads((tmp_path / "run" / "trace.json").read_text())
+    names = {event.get("name") for event in trace["traceEvents"]}
+    assert {"ProfilerStep#2", "ProfilerStep#3", "ProfilerStep#4"} <= names
+
+
+def test_tensorboard_without_the_package_is_one_line(data_dir, forks, tmp_path):
+    fault = "sys.modules['torch.utils.tensorboard'] = None"
+    argv = flags(data_dir, tmp_path / "run", tensorboard=True)
+    assert "pip install tensorboard" in forks.refused(argv, fault)
+
+
+def test_no_validation_documents_means_no_evaluation(data_dir, tmp_path, monkeypatch, capsys):
+    data = shutil.copytree(data_dir, tmp_path / "data")
+    meta = json.loads((data / "meta.json").read_text())
     for entry in meta["shards"]:
         entry["val"].update(documents=0, tokens=0, longest=0)
-    (spoiled / "meta.json").write_text(json.dumps(meta))
-    run_here(monkeypatch, spoiled, tmp_path / "out", "--max_targets=1024")
-    assert "no evaluation" in capsys.readouterr().out
-    assert all("val_loss" not in row for row in rows(tmp_path / "out"))
+    (data / "meta.json").write_text(json.dumps(meta))
+    run_here(monkeypatch, data, tmp_path / "out", max_targets=1024)
+    assert "no evaluation" in capsys.readouterr().out and not rows(tmp_path / "out", "val_loss")

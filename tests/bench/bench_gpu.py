@@ -53,7 +53,8 @@ class Llama(torch.nn.Module):
 def measure(case, dry_run, steps):
     """Return {targets_per_second, mfu, peak_gb, loss} of one case."""
     kind, recompute = case.split()
-    device = torch.device("cpu" if dry_run else "cuda")
+    wanted = argparse.Namespace(device="cpu" if dry_run else "cuda")
+    _, _, device = machine.start_processes(wanted)
     config = ModelConfig(input="learned" if kind == "llama" else kind, **TINY if dry_run else {})
     torch.manual_seed(1)
     with torch.device("meta"):
@@ -61,19 +62,18 @@ def measure(case, dry_run, steps):
     model = (Llama(config) if kind == "llama" else Decoder(config)).to(device).train()
     model.checkpoint_activations = recompute
     if not dry_run:
-        torch.set_float32_matmul_precision("highest")
         if kind == "llama":
             model.compile()
         else:
             train.compile_model(model)
     optimizer = train.build_optimizer(model, 1e-4)
     B = 2 if dry_run else 8
-    tokens = torch.randint(config.vocab_size, (B, config.block_size + 1), device=device)
+    shape = B, config.block_size
+    batch = [torch.randint(config.vocab_size, shape, device=device) for _ in range(2)]
     autocast = torch.autocast(device.type, torch.bfloat16, cache_enabled=False)
     bad, seconds = torch.zeros(3, dtype=torch.float64, device=device), []
     for step in range(3 + steps):
         started = time.perf_counter()
-        batch = tokens[:, :-1], tokens[:, 1:]
         loss, _ = train.update(model, optimizer, batch, B, autocast, step + 1, bad)
         loss = loss.item()  # waits for the device
         seconds.append(time.perf_counter() - started)
