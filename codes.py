@@ -139,8 +139,10 @@ def draw_recoding(n_bits, code_seed=CODE_SEED, code_offset="0"):
         code_offset: b as "0", as "random" (drawn after A from the same stream), or as the
             hexadecimal number whose bit j is b_j.
     Returns: (A uint8 [K, K], b uint8 [K]).
-    Raises ValueError if no matrix is accepted in MAX_DRAWS draws, or b does not fit in K bits.
+    Raises ValueError for a seed that cannot be, if no matrix is accepted in MAX_DRAWS draws, or b
+    does not fit in K bits.
     """
+    check_seed(code_seed)
     stream = np.random.RandomState(code_seed)
     for _ in range(MAX_DRAWS):
         matrix = stream.randint(0, 2, (n_bits, n_bits)).astype(np.uint8)
@@ -154,6 +156,12 @@ def draw_recoding(n_bits, code_seed=CODE_SEED, code_offset="0"):
     if code_offset == "random":
         return matrix, stream.randint(0, 2, n_bits).astype(np.uint8)
     return matrix, parse_offset(code_offset, n_bits)
+
+
+def check_seed(code_seed):
+    """Raise ValueError unless numpy's legacy stream takes the seed."""
+    if not 0 <= code_seed < 1 << 32:
+        raise ValueError(f"code_seed={code_seed}: expected 0 to {(1 << 32) - 1}")
 
 
 def parse_offset(code_offset, n_bits):
@@ -231,6 +239,7 @@ def fixed_gf2(vocab_size, code_seed, code_offset):
 
 def fixed_random(vocab_size, code_seed, code_offset):
     """K standard normal numbers: as many dimensions as the bits, without their structure."""
+    check_seed(code_seed)
     stream = np.random.RandomState(code_seed)
     return {"codebook": to_fixed_point(stream.standard_normal((vocab_size, min_bits(vocab_size))))}
 
@@ -318,11 +327,11 @@ def main():
     args = parser.parse_args()
     try:
         codes = binary_codes(args.vocab_size)
-        print_report("binary", codes)
         K = codes.shape[1]
         matrix, offset = draw_recoding(K, args.code_seed, args.code_offset)
     except ValueError as error:
         parser.error(str(error))
+    print_report("binary", codes)
     print()
     print_report("gf2", recode(codes, matrix, offset))
     product = matrix.astype(int) @ gf2_inverse(matrix) & 1

@@ -26,6 +26,7 @@ documents and prompts, and runs that differ in more than input and seed.
 """
 
 import argparse
+import difflib
 import json
 import math
 import sys
@@ -212,6 +213,23 @@ def compare_pair(first, other, resamples):
     return results
 
 
+def list_paper_remarks(scores, published):
+    """Return how a file's scores were made otherwise than the paper's own figures, as strings."""
+    remarks = []
+    limit = scores["protocol"].get("limit")
+    if limit:
+        remarks.append(f"the first {limit} documents of each task; the paper's figures are of all "
+                       "of them")
+    known = set().union(*(PUBLISHED[name] for name in published))
+    for row, (tasks, _) in list_rows(scores).items():
+        papers = 5 if row.endswith("_5shot") else 0
+        shots = {scores["tasks"][task].get("num_fewshot") or 0 for task in tasks}
+        if row in known and shots != {papers}:
+            listed = ", ".join(str(n) for n in sorted(shots))
+            remarks.append(f"{listed}-shot in {row}; the paper's figure is {papers}-shot")
+    return remarks
+
+
 def compare_scores(paths, published=(), resamples=10_000):
     """Return the comparison of scores files: their metrics, and the first against each other."""
     files = [read_scores(path) for path in paths]
@@ -220,12 +238,16 @@ def compare_scores(paths, published=(), resamples=10_000):
         told = "; ".join(list_remarks(first, other))
         if told:
             remarks.append(f"{other['path']}, against {first['path']}: {told}")
+    for name, scores in zip(names, files):
+        told = list_paper_remarks(scores, published) if published else []
+        remarks += [f"{name}: {remark}" for remark in told]
     metrics = {}
     for name, scores in zip(names, files):
         metrics[name] = {task: values for task, (_, values) in list_rows(scores).items()}
     pairs = [{"first": names[0], "other": name, "tests": compare_pair(first, other, resamples)}
              for name, other in zip(names[1:], files[1:])]
-    return {"models": names, "files": [scores["path"] for scores in files], "remarks": remarks,
+    return {"models": names, "files": [scores["path"] for scores in files],
+            "limits": [scores["protocol"].get("limit") for scores in files], "remarks": remarks,
             "metrics": metrics, "published": {name: PUBLISHED[name] for name in published},
             "pairs": pairs}
 
@@ -274,6 +296,8 @@ def check_comparable(runs, by):
     first, starts = runs[0], {}
     for run in runs:
         a, b = first["config"], run["config"]
+        if by and b.get(by) is None:
+            raise ValueError(f"--by={by}: {run['path']} has no {by} in its config.json")
         fields = sorted({*a, *b} - FREE - {by})
         differing = [f"{key} {a.get(key)} / {b.get(key)}" for key in fields
                      if a.get(key) != b.get(key)]
@@ -395,6 +419,13 @@ def parse_args():
         parser.error(f"--published={unknown[0]}: expected some of {', '.join(PUBLISHED)}")
     if args.resamples < 100:
         parser.error(f"--resamples={args.resamples}: expected 100 or more")
+    config = Path(args.paths[0]) / "config.json"
+    if args.by and config.exists():
+        fields = [key for key, value in read_json(config).items() if np.isscalar(value)]
+        if args.by not in fields:
+            close = difflib.get_close_matches(args.by, fields)
+            advice = f"; did you mean {' or '.join(close)}?" if close else ", such as n_layer"
+            parser.error(f"--by={args.by}: expected a field of {config}{advice}")
     return args
 
 

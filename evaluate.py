@@ -59,6 +59,9 @@ def open_checkpoint(path, device, dtype):
     tokenizer_path, V = run_directory(path) / "tokenizer.json", model.config.vocab_size
     tokenizer = load_tokenizer(tokenizer_path)
     n_ids, eot_id = vocab_size(tokenizer), state["eot_id"]
+    # An imported model may begin with another token than it ends with, and its tokenizer put it
+    # there; ours is trained on texts as they are.
+    prefix_id, template = state.get("bos_id", eot_id), state.get("template", False)
     if n_ids > V:
         raise ValueError(f"{tokenizer_path}: {n_ids:,} ids, but the model of {path} has {V:,}")
 
@@ -67,21 +70,23 @@ def open_checkpoint(path, device, dtype):
 
     def encode(texts, special):
         return [encoding.ids for encoding in
-                tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+                tokenizer.encode_batch_fast(texts, add_special_tokens=special and template)]
 
     def generate(ids, max_new_tokens, temperature, top_k, generator=None):
         return model.generate(torch.tensor([ids], device=device), max_new_tokens, temperature,
                               top_k, eot_id, generator, n_ids)
 
+    prefix_reason = "the end-of-text token that separates documents in training"
+    if prefix_id != eot_id:
+        prefix_reason = "the imported model's bos token"
     codebook, note = getattr(model.model.embed_tokens, "codebook", None), ""
-    if codebook is not None and not codebook[eot_id].any():
+    if codebook is not None and not codebook[prefix_id].any():
         # The paper, "Method": hidden states and logits are exactly 0.
         note = ("its code is all zero, so the first token after it costs exactly "
                 f"ln V = {math.log(V):.4f} nats")
     return Candidate(
         forward=forward, new_cache=model.new_cache, encode=encode, decode=tokenizer.decode,
-        generate=generate, prefix_id=eot_id,
-        prefix_reason="the end-of-text token that separates documents in training", n_ids=n_ids,
+        generate=generate, prefix_id=prefix_id, prefix_reason=prefix_reason, n_ids=n_ids,
         context=model.config.block_size,
         facts={"name": str(path), "step": state["step"], "data": state["data"],
                "model_config": state["model_config"],
@@ -218,7 +223,7 @@ def command_score(args):
         candidate = open_checkpoint(path, args.device, args.dtype)
         score_one(path, candidate, run_directory(path), args)
     for name in args.hf:
-        candidate = open_reference(name, args.device, args.dtype)
+        candidate = open_reference(name, args.device, args.dtype, args.trust_remote_code)
         score_one(name, candidate, Path("out") / Path(name).name, args)
     if dist.is_initialized():
         dist.destroy_process_group()

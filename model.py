@@ -27,7 +27,15 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from codes import CODE_SEED, FIXED, FRACTION_BITS, code_report, min_bits
+from codes import (
+    CODE_SEED,
+    FIXED,
+    FRACTION_BITS,
+    check_seed,
+    code_report,
+    min_bits,
+    parse_offset,
+)
 from kernels import LinearCrossEntropy, attend, selective_contexts
 
 INPUTS = ("learned", "tied", "lowdim", *FIXED)
@@ -80,6 +88,9 @@ class ModelConfig:
                                  f"only for {', '.join(inputs)}")
         if self.code_scale != "matched" and not positive(self.code_scale):
             raise ValueError(f"code_scale={self.code_scale}: expected matched or a number above 0")
+        check_seed(self.code_seed)
+        if self.code_offset != "random":
+            parse_offset(self.code_offset, self.n_bits)
         for name in ("block_size", "n_layer", "n_head", "n_embd", "n_ffn"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: expected 1 or more")

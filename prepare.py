@@ -29,8 +29,8 @@ import hashlib
 import itertools
 import multiprocessing
 import os
-import re
 import shutil
+import signal
 import sys
 import threading
 from collections import Counter
@@ -53,10 +53,17 @@ from machinery.sources import (
     count_rows,
     fetch_ahead,
     find_sources,
+    is_same_source,
     read_rows,
-    source_facts,
 )
-from machinery.tokenizer import SMOLLM2, find_eot, find_tokenizer, load_tokenizer, vocab_size
+from machinery.tokenizer import (
+    SMOLLM2,
+    check_name,
+    find_eot,
+    find_tokenizer,
+    load_tokenizer,
+    vocab_size,
+)
 from machinery.twin import FAST, find_twin, make_encoder
 from machinery.workers import run_in_order, start_fork_server
 
@@ -113,13 +120,11 @@ def clean_text(text):
         return None, "null"
     if isinstance(text, bytes):
         text = text.decode("utf-8", "replace")
-    if not isinstance(text, str):
-        return None, "not text"
-    if not text:
-        return None, "empty"
-    if not text.isascii():
+    elif isinstance(text, str) and not text.isascii():
         text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-    return text, None
+    elif not isinstance(text, str):
+        return None, "not text"
+    return (text, None) if text else (None, "empty")
 
 
 def is_held_out(key, text, seed, fraction):
@@ -150,7 +155,7 @@ def start_worker(tokenizer_path, twin, eot_id, split_seed, val_fraction):
         threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     worker = SimpleNamespace(encode=make_encoder(load_tokenizer(tokenizer_path), twin),
-                             end_of_text=np.array([eot_id], np.uint32),
+                             end_of_text=np.array([eot_id], "<u2"),
                              split_seed=split_seed, val_fraction=val_fraction)
 
 
@@ -176,12 +181,7 @@ def encode_rows(rows):
         arrays[split] += (ids, worker.end_of_text)
         lengths[split].append(len(ids) + 1)
         n_bytes[split] += len(text.encode())
-    return skipped, [(join_ids(arrays[split]), lengths[split], n_bytes[split]) for split in SPLITS]
-
-
-def join_ids(arrays):
-    """Return arrays of ids as the bytes of one uint16 little-endian array."""
-    return np.concatenate(arrays).astype("<u2").tobytes() if arrays else b""
+    return skipped, [(b"".join(arrays[split]), lengths[split], n_bytes[split]) for split in SPLITS]
 
 
 def write_shards(meta, settings, args):
@@ -256,9 +256,9 @@ def parse_args():
                        help="with --check: print its size and its documents' lengths")
     args = parser.parse_args()
     embedded = args.source == "stdlib"
-    if not args.tokenizer:
+    if args.tokenizer is None:
         args.tokenizer = "train:3072" if embedded else SMOLLM2
-    if not args.out:
+    if args.out is None:
         name = Path(args.source).name.split(".")[0].replace("*", "")
         args.out = f"data/{name or 'corpus'}"
     if args.val_fraction is None:
@@ -269,14 +269,22 @@ def parse_args():
 
 def check_args(parser, args):
     """End in one line if a flag's value cannot be meant."""
+    for flag in ("source", "text_column", "tokenizer", "out", "check"):
+        if getattr(args, flag) == "":
+            parser.error(f"--{flag}=: expected a value")
     if not 0 <= args.val_fraction < 1:
         parser.error(f"--val_fraction={args.val_fraction}: expected 0 or more and less than 1")
-    if args.shards and not re.fullmatch(r"\d+:\d+", args.shards):
-        parser.error(f"--shards={args.shards}: expected A:B, as in 0:2")
+    first, _, last = (args.shards or "0:1").partition(":")
+    if not (first.isdecimal() and last.isdecimal() and int(first) < int(last)):
+        parser.error(f"--shards={args.shards}: expected A:B with A < B, as in 0:2")
     if args.workers < 1 or (args.max_documents is not None and args.max_documents < 1):
         parser.error("--workers and --max_documents: expected 1 or more")
     if args.stats and not args.check:
         parser.error("--stats goes with --check=DIR")
+    try:
+        check_name(args.tokenizer)
+    except ValueError as error:
+        parser.error(error)
 
 
 def prepare(args):
@@ -297,8 +305,8 @@ def prepare(args):
     meta["tokenizer"] = {"name": args.tokenizer, "vocab_size": vocab_size(tokenizer),
                          "eot_id": find_eot(tokenizer), "sha256": sha256_of(path)}
     if (out / "meta.json").exists():
-        meta = resume(out, meta, source_facts, args.workers)
-    elif not args.max_documents:
+        meta = resume(out, meta, is_same_source, args.workers)
+    if not args.max_documents:
         check_space(meta, args)
     kept = out / "tokenizer.json"
     if not kept.is_file() or kept.read_bytes() != path.read_bytes():
@@ -322,7 +330,7 @@ def choose_engine(tokenizer):
     if not isinstance(tokenizer, Tokenizer):
         return None, "UTF-16 code units"
     try:
-        return find_twin(tokenizer), f"{FAST}, proven to give the ids that tokenizers gives"
+        return find_twin(tokenizer), f"{FAST}, the same that tokenizers gives"
     except ValueError as error:
         return None, f"tokenizers, since this one has {error}"
 
@@ -344,7 +352,14 @@ def main():
         os.close(handle)
 
 
+def interrupt(number, frame):
+    """Raise KeyboardInterrupt, but once: a second one would end the wait for the workers."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, interrupt)
     try:
         sys.exit(main())
     except BrokenExecutor:

@@ -8,24 +8,34 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from machinery.files import sha256_of
+from machinery.files import changed_since, sha256_of
 from machinery.shards import SPLITS, Shard, open_shards, read_meta
 
 BLOCK_SIZES = (256, 512, 1024, 2048, 4096)  # of the summary
 
 
-def resume(data_dir, asked, source_facts, workers):
+def resume(data_dir, asked, is_same_source, workers):
     """Return the meta.json there without the shards that are damaged, to go on from.
+
+    Its sources may be the first of those that are asked for now. What was changed before meta.json
+    was written is known by its size, the rest by its sha256: it may be hundreds of GB.
 
     Args:
         asked: the meta.json of what is asked for now, without shards.
-        source_facts: the function from a source's name to its size and sha256.
+        is_same_source: the function from a source's entry in meta.json, and a time, to whether it
+            is still that file.
 
     Raises ValueError if that is another preparation, or a source is no longer the file that it was.
     """
+    since = (Path(data_dir) / "meta.json").stat().st_mtime_ns
     done = read_meta(data_dir)
+    n_done = len(done["sources"])
+    more = asked["sources"][n_done:]
     if asked["max_documents"]:  # the other sources were not needed
-        asked["sources"] = asked["sources"][:len(done["sources"])]
+        asked["sources"] = asked["sources"][:n_done]
+    elif asked["sources"][:n_done] == done["sources"] and not learns(asked["tokenizer"]):
+        done["sources"] = asked["sources"]
+        done["shards"] += [None] * len(more)
     there, now = identity(done), identity(asked)
     differing = [f"{key}: {there[key]!s:.200} there, {now[key]!s:.200} now" for key in now
                  if there[key] != now[key]]
@@ -33,13 +43,18 @@ def resume(data_dir, asked, source_facts, workers):
         raise ValueError(f"{data_dir} was prepared differently; {'; '.join(differing)}; choose "
                          "another --out")
     for entry in filter(None, done["shards"]):
-        if source_facts(entry["source"])["sha256"] not in (None, entry["sha256"]):
+        if not is_same_source(entry, since):
             raise ValueError(f"{entry['source']}: not the file that {data_dir} was prepared from; "
                              "choose another --out")
-    for number, error in find_damage(data_dir, done, workers).items():
+    for number, error in find_damage(data_dir, done, workers, since).items():
         print(f"shard {number:05d}: {error}: making it again", file=sys.stderr)
         done["shards"][number] = None
     return done
+
+
+def learns(tokenizer):
+    """Return whether a tokenizer is made from the documents, and so another with more of them."""
+    return tokenizer["name"].startswith("train:")
 
 
 def identity(meta):
@@ -51,15 +66,21 @@ def identity(meta):
     return fields
 
 
-def find_damage(data_dir, meta, workers):
-    """Return {number: what is wrong} of the shards that are not, byte by byte, as in meta.json."""
+def find_damage(data_dir, meta, workers, since=0):
+    """Return {number: what is wrong} of the shards that are not, byte by byte, as in meta.json.
+
+    Those unchanged since a time (in ns) are known by their size.
+    """
     def examine(number):
         """Return what is wrong with a source's shards, or None."""
         try:
             entry = meta["shards"][number]
             for split in SPLITS:
-                if entry and entry[split]["documents"]:
-                    Shard(data_dir, split, number, meta).verify()
+                if not entry or not entry[split]["documents"]:
+                    continue
+                shard = Shard(data_dir, split, number, meta)
+                if changed_since(since, shard.path, shard.index_path):
+                    shard.verify()
         except (ValueError, OSError, IndexError) as error:
             return str(error)
         return None

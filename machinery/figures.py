@@ -1,13 +1,20 @@
 """Figures of compare.py's runs: 8.3 inches wide, for a page 830 pixels wide."""
 
+import itertools
+
 import numpy as np
 
 from machinery.statistics import LEVEL
 
-# Colours that colour-blind eyes tell apart (Okabe and Ito, 2008), one for each kind of input;
-# dashes for its variants.
-COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#777777")
-DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)))
+# Each kind of input has its colour in every figure: those that colour-blind eyes tell apart (Okabe
+# and Ito, 2008), then some of Tol's for kinds of a user's own. Dashes are for its variants, markers
+# for values of --by.
+COLOURS = {"learned": "#000000", "binary": "#0072B2", "gf2": "#D55E00", "lowdim": "#009E73",
+           "random": "#CC79A7", "tied": "#E69F00", "sinusoid": "#56B4E9"}
+SPARE_COLOURS = ("#777777", "#882255", "#332288", "#999933", "#117733")
+DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)), (0, (10, 3)),
+          (0, (6, 2, 1.5, 2, 1.5, 2)), (0, (1.5, 4)), (0, (12, 2, 4, 2)))
+MARKERS = ("", "o", "s", "^", "D", "v", "P", "X")
 STYLE = {"font.size": 9.5, "axes.titlesize": 10, "axes.titlelocation": "left",
          "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3,
          "axes.axisbelow": True, "legend.frameon": False, "legend.handlelength": 3,
@@ -19,31 +26,53 @@ CODE_PANELS = {"weight_histogram": ("bits set (Hamming weight)", "share of ids")
 
 
 def line_styles(groups):
-    """Return {name: how to draw it}: a colour for each kind of input, dashes for its variants."""
-    kinds = {}
-    for g in groups:
-        kinds.setdefault(g["label"].split()[0], []).append(g["name"])
+    """Return {name: how to draw it}: no two names alike."""
+    values = sorted({g["by"] for g in groups})
+    looks = label_looks({g["label"]: None for g in groups})
     styles = {}
-    for i, names in enumerate(kinds.values()):
-        for j, name in enumerate(sorted(names, key=len)):  # the plainest is solid
-            colour, dashes = COLOURS[i % len(COLOURS)], DASHES[j % len(DASHES)]
-            styles[name] = {"color": colour, "linestyle": dashes}
+    for g in groups:
+        marker = MARKERS[values.index(g["by"]) % len(MARKERS)]
+        styles[g["name"]] = {**looks[g["label"]], "marker": marker, "markersize": 4}
     return styles
+
+
+def label_looks(labels):
+    """Return {label: its colour and dashes}, each once while there are any left."""
+    spare, colours = list(SPARE_COLOURS), dict(COLOURS)
+    looks, taken = {}, set()
+    for label in sorted(labels, key=len):  # the plainest variant is solid
+        kind = label.split()[0]
+        if kind not in colours:
+            colours[kind] = spare.pop(0) if spare else SPARE_COLOURS[0]
+        # A ninth variant takes a dash of a colour that no kind has.
+        choices = list(itertools.product((colours[kind], *spare), DASHES))
+        look = next((choice for choice in choices if choice not in taken), choices[0])
+        taken.add(look)
+        looks[label] = {"color": look[0], "linestyle": look[1]}
+    return looks
 
 
 def draw_curves(axis, groups, styles, key):
     """Draw group[key], losses [seeds][points], against targets: mean, and range as a band."""
-    from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
+    from matplotlib.ticker import EngFormatter
     for g in groups:
         seen = np.array(g["curve_targets"]) > 0  # the axis is logarithmic
         targets, losses = np.array(g["curve_targets"])[seen], np.array(g[key])[:, seen]
         style = styles[g["name"]]
-        axis.plot(targets, losses.mean(0), label=g["name"], **style)
+        axis.plot(targets, losses.mean(0), label=g["name"], markevery=max(1, len(targets) // 8),
+                  **style)
         axis.fill_between(targets, losses.min(0), losses.max(0), color=style["color"], alpha=0.15,
                           linewidth=0)
-    axis.set(xscale="log", xlabel="training targets")
+    axis.set(xlabel="training targets")
+    set_log_axis(axis, EngFormatter(sep=""))  # 500k, 1M
+
+
+def set_log_axis(axis, formatter):
+    """Make x logarithmic, with so few numbers that they do not run together."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+    axis.set_xscale("log")
     axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axis.xaxis.set_major_formatter(EngFormatter(sep=""))  # 500k, 1M
+    axis.xaxis.set_major_formatter(formatter)
     axis.xaxis.set_minor_formatter(NullFormatter())
 
 
@@ -68,8 +97,8 @@ def draw_differences(plt, groups, styles, base):
         colour = styles[g["name"]]["color"]
         axis.plot(g["document_interval"], [y, y], color=colour, linewidth=9, alpha=0.35,
                   solid_capstyle="butt")
-        axis.errorbar(g["difference"], y, xerr=g["seed_interval"], color=colour, capsize=4,
-                      marker="o", markersize=5)
+        axis.errorbar(g["difference"], y, xerr=g["seed_interval"], color=colour, marker="o",
+                      markersize=5)
         axis.plot(g["differences"], [y] * len(g["differences"]), "|", color=colour, markersize=11)
         axis.annotate(f"{g['difference']:+.3f}", (1.01, y), xycoords=("axes fraction", "data"),
                       va="center")
@@ -90,36 +119,45 @@ def draw_gap(plt, groups, styles, base, by):
     axes[0, 0].set(ylabel=f"validation loss minus {base} (nats)",
                    title="Gap in training: mean and range of seeds")
     figure.legend(loc="outside lower center", ncols=3)
-    labels = dict.fromkeys(g["label"] for g in groups) if by else ()
-    for label in labels:
-        mine = sorted((g for g in groups if g["label"] == label), key=lambda g: g["by"])
-        x = [g["by"] for g in mine]
-        axes[0, 1].errorbar(x, [g["difference"] for g in mine],
-                            [g["seed_interval"] or 0 for g in mine],
-                            color=styles[mine[0]["name"]]["color"], marker="o", capsize=4)
-        axes[0, 1].set(xlabel=by, xticks=x, ylabel=f"held-out loss minus {base} (nats)",
-                       title=f"Final gap, {LEVEL:.0%} interval over seeds")
+    if by:
+        draw_gap_against(axes[0, 1], groups, styles, base, by)
     for axis in axes.flat:
         axis.axhline(0, color="black", linewidth=1)
     return figure
+
+
+def draw_gap_against(axis, groups, styles, base, by):
+    """Draw the final difference of each label against the value of the field `by`."""
+    labels = list(dict.fromkeys(g["label"] for g in groups))
+    for label in labels:
+        mine = sorted((g for g in groups if g["label"] == label), key=lambda g: g["by"])
+        style = styles[mine[0]["name"]]
+        axis.errorbar([g["by"] for g in mine], [g["difference"] for g in mine],
+                      [g["seed_interval"] or 0 for g in mine], label=label, marker="o", capsize=4,
+                      color=style["color"], linestyle=style["linestyle"])
+    axis.set(xlabel=by, xticks=sorted({g["by"] for g in groups}),
+             ylabel=f"held-out loss minus {base} (nats)",
+             title=f"Final gap, {LEVEL:.0%} interval over seeds")
+    if len(labels) > 1:
+        axis.legend()
 
 
 def draw_codes(plt, groups, styles):
     """Return the figure of what fixed codes look like, by train.py's code_report: four panels."""
     figure, axes = plt.subplots(2, 2, figsize=(8.3, 5.6), layout="constrained")
     for g in groups:
-        report, style = g["code_report"], styles[g["name"]]
+        report, style = g["code_report"], styles[g["name"]] | {"marker": ""}
         for axis, key in zip(axes.flat, list(CODE_PANELS)[:3]):
             counts = np.array(report.get(key, ()), float)  # none for real numbers
             total = report["vocab_size"] if key == "bit_counts" and len(counts) else counts.sum()
-            axis.plot(counts / total, marker=".", **style)
+            axis.plot(counts / total, **style | {"marker": "."})
         norms = report["squared_norms"]["histogram"]
         share = np.cumsum([0, *norms["counts"]]) / sum(norms["counts"])
         axes.flat[3].plot(norms["edges"], share, label=g["label"], **style)
     for axis, (xlabel, ylabel) in zip(axes.flat, CODE_PANELS.values()):
         axis.set(xlabel=xlabel, ylabel=ylabel)
     axes.flat[1].set_ylim(0, 1)
-    axes.flat[3].set_xscale("log")  # matched norms are a thousand times smaller
+    set_log_axis(axes.flat[3], "{x:g}")  # matched norms are a thousand times smaller
     figure.legend(loc="outside lower center", ncols=3)
     return figure
 

@@ -25,6 +25,12 @@ def sha256_of(*paths):
     return digest.hexdigest()
 
 
+def changed_since(time_ns, *paths):
+    """Return whether a file was written, renamed or replaced at a time or later."""
+    stats = [os.stat(path) for path in paths]
+    return any(max(stat.st_mtime_ns, stat.st_ctime_ns) >= time_ns for stat in stats)
+
+
 def write_whole(path, data):
     """Write bytes under a name only when they are whole and on the disk: aside, fsync, rename."""
     path = Path(path)

@@ -2,14 +2,22 @@
 For machinery/benchmarks.py."""
 
 import json
+from typing import NamedTuple
 
 import numpy as np
+import torch
 from lm_eval.api.model import TemplateLM
-from tqdm import tqdm
 
 from machinery.files import sha256
 
 ENCODED_AT_A_TIME = 1024  # texts
+
+# Generation arguments that we take, those that matter to sampling alone, and values of others that
+# change nothing.
+TAKEN = ("max_gen_toks", "until", "do_sample", "temperature", "top_k")
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p")
+NEUTRAL = {"top_p": 1, "min_p": 0, "typical_p": 1, "num_beams": 1, "num_return_sequences": 1,
+           "repetition_penalty": 1, "use_cache": True}
 
 
 class HarnessLM(TemplateLM):
@@ -103,21 +111,57 @@ class HarnessLM(TemplateLM):
     def generate_until(self, requests, disable_tqdm=False):
         """Return the text that continues each (context, generation arguments) request, up to its
         first stop sequence."""
-        return [self.generate(request) for request in tqdm(requests, unit=" requests",
-                                                           disable=None)]
+        jobs = []
+        for request in requests:
+            options = read_generation(request, self.max_length)
+            prompt = np.array(self.tok_encode(request.args[0]) or [self.prefix_token_id], np.int32)
+            room = self.max_length - options.max_new_tokens
+            self.note(request, request.args, [prompt], truncated=len(prompt) > room)
+            jobs.append((prompt[-room:].tolist(), options, request.doc_id))
+        return self.scorer.share_out(self.generate, jobs)
 
-    def generate(self, request):
-        from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
-        context, options = request.args[0], normalize_gen_kwargs(request.args[1])
-        new, stops = min(options["max_gen_toks"], self.max_length - 1), options["until"]
-        prompt = np.array(self.tok_encode(context) or [self.prefix_token_id], np.int32)
-        room = self.max_length - new
-        self.note(request, request.args, [prompt], truncated=len(prompt) > room)
+    def generate(self, job):
+        from lm_eval.models.utils import postprocess_generated_text
+        prompt, options, seed = job
+        # A request's own seed, so that it draws the same in whatever process and order.
+        generator = torch.Generator(self.device).manual_seed(seed)
         ids, text = [], ""
-        for i in self.candidate.generate(prompt[-room:].tolist(), new,
-                                         options.get("temperature", 0.0), options.get("top_k")):
+        for i in self.candidate.generate(prompt, options.max_new_tokens, options.temperature,
+                                         options.top_k, generator):
             ids.append(i)
             text = self.candidate.decode(ids)
-            if any(stop in text for stop in stops):
+            if any(stop in text for stop in options.stops):
                 break
-        return postprocess_generated_text(text, stops, None)
+        return postprocess_generated_text(text, options.stops, None)
+
+
+class Generation(NamedTuple):
+    """A task's generation arguments, as we take them."""
+    max_new_tokens: int
+    stops: list
+    temperature: float  # 0 takes the most probable
+    top_k: int | None
+
+
+def read_generation(request, max_length):
+    """Return the Generation of a request, whose arguments mean what they mean in the harness's hf
+    backend. Raises ValueError for those that we have not, rather than leave them out."""
+    from lm_eval.models.utils import normalize_gen_kwargs
+    given = normalize_gen_kwargs(request.args[1])
+    new, temperature = given["max_gen_toks"], given.get("temperature", 0.0)
+    if given["do_sample"] and "temperature" not in request.args[1]:
+        temperature = 1.0
+    wrong = []
+    if not 1 <= new < max_length:
+        wrong.append(f"max_gen_toks {new} (expected 1 to {max_length - 1}, less than max_length)")
+    if given["do_sample"] and not temperature > 0:
+        wrong.append(f"temperature {temperature} with do_sample")
+    for name, value in given.items():
+        unused = name in SAMPLING and not given["do_sample"]
+        if name not in TAKEN and not unused and value != NEUTRAL.get(name):
+            wrong.append(f"{name} {value}")
+    if wrong:
+        raise ValueError(f"{request.task_name}: its generation arguments cannot be had here: "
+                         + ", ".join(wrong))
+    stops = [stop for stop in given["until"] if stop]  # an empty one stops nothing
+    return Generation(new, stops, temperature if given["do_sample"] else 0.0, given.get("top_k"))

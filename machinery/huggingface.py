@@ -3,6 +3,7 @@ export and import. Our parameters have a Llama's names and layout, so only the i
 work."""
 
 import json
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 
 from codes import binary_codes, recode
-from machinery.checkpoints import load_model
+from machinery.checkpoints import load_model, save_checkpoint
 from machinery.files import sha256, write_whole
 from machinery.runs import run_directory
 from machinery.tokenizer import Utf16, load_tokenizer
@@ -40,6 +41,11 @@ def input_matrix(table, vocab_size, head):
     return table(torch.arange(vocab_size)[None], torch.float32, head)[0]
 
 
+def adds_tokens(tokenizer):
+    """Return whether a tokenizer puts tokens around a text, such as a Llama's bos."""
+    return tokenizer.num_special_tokens_to_add(False) > 0
+
+
 def describe_table(config, table):
     """Return the plain values that the table is made of, and what the model card says of it."""
     made_of = {name: getattr(config, name) for name in TABLE_FIELDS}
@@ -52,8 +58,9 @@ def describe_table(config, table):
     return made_of, ABOUT_FIXED.format(n_bits=config.n_bits, n_tile=n_tile, **made_of)
 
 
-def llama_configs(config, eot_id, eot, dtype, nanobit):
-    """Return {name: content} of the folder's JSON files but the tokenizer's own."""
+def llama_configs(config, bos, eos, dtype, nanobit):
+    """Return {name: content} of the folder's JSON files but the tokenizer's own; bos and eos are
+    (id, token)."""
     return {
         "config": {
             "architectures": ["LlamaForCausalLM"], "model_type": "llama",
@@ -63,11 +70,11 @@ def llama_configs(config, eot_id, eot, dtype, nanobit):
             "head_dim": config.n_embd // config.n_head, "hidden_act": "silu",
             "rms_norm_eps": config.norm_eps, "rope_theta": config.rope_theta,
             "max_position_embeddings": config.block_size, "tie_word_embeddings": False,
-            "attention_bias": False, "mlp_bias": False, "bos_token_id": eot_id,
-            "eos_token_id": eot_id, "torch_dtype": dtype, "nanobit": nanobit},
-        "generation_config": {"bos_token_id": eot_id, "eos_token_id": eot_id},
+            "attention_bias": False, "mlp_bias": False, "bos_token_id": bos[0],
+            "eos_token_id": eos[0], "torch_dtype": dtype, "nanobit": nanobit},
+        "generation_config": {"bos_token_id": bos[0], "eos_token_id": eos[0]},
         "tokenizer_config": {
-            "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": eot, "eos_token": eot,
+            "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": bos[1], "eos_token": eos[1],
             "model_max_length": config.block_size, "clean_up_tokenization_spaces": False}}
 
 
@@ -78,7 +85,7 @@ def export_checkpoint(path, out, dtype="float32"):
     if Path(out).exists():
         raise FileExistsError(f"{out} exists; name a directory that does not")
     model, state = load_model(path)
-    config, table, eot_id = model.config, model.model.embed_tokens, state["eot_id"]
+    config, table = model.config, model.model.embed_tokens
     if config.ffn != "swiglu":
         raise ValueError(f"{path}: ffn={config.ffn} is no Llama's; only swiglu models can be "
                          "exported")
@@ -94,14 +101,20 @@ def export_checkpoint(path, out, dtype="float32"):
         weights[name] = w.detach().to(getattr(torch, dtype)).contiguous()
     made_of, about = describe_table(config, table)
     nanobit = {"step": state["step"], **made_of}
-    eot = tokenizer.id_to_token(eot_id)
-    files = llama_configs(config, eot_id, eot, dtype, nanobit)
+    eos_id = state["eot_id"]
+    bos_id = state.get("bos_id", eos_id)
+    files = llama_configs(config, (bos_id, tokenizer.id_to_token(bos_id)),
+                          (eos_id, tokenizer.id_to_token(eos_id)), dtype, nanobit)
+    tokenizer_json = tokenizer_path.read_bytes()
+    if adds_tokens(tokenizer) and not state.get("template"):
+        # What the model was not trained with, its users must not get.
+        tokenizer_json = json.dumps(json.loads(tokenizer_json) | {"post_processor": None}).encode()
     aside = Path(f"{out}.tmp")
     aside.mkdir(parents=True, exist_ok=True)
     save_file(weights, aside / "model.safetensors", metadata={"format": "pt"})
     for name, content in files.items():
         (aside / f"{name}.json").write_text(json.dumps(content, indent=1))
-    (aside / "tokenizer.json").write_bytes(tokenizer_path.read_bytes())
+    (aside / "tokenizer.json").write_bytes(tokenizer_json)
     (aside / "README.md").write_text(CARD.format(name=Path(out).name, about=about, **nanobit))
     aside.rename(out)
     print(f"written to {out}")
@@ -121,6 +134,10 @@ def read_llama_config(folder):
              if found[key] != value]
     if wrong:
         raise ValueError(f"{folder}/config.json: {', '.join(wrong)}")
+    ends = hf.get("bos_token_id"), hf.get("eos_token_id")
+    if ends == (None, None) or any(isinstance(end, list) for end in ends):
+        raise ValueError(f"{folder}/config.json: bos_token_id {ends[0]}, eos_token_id {ends[1]}; "
+                         "expected an id each, or one of the two")
     nanobit = hf.get("nanobit", {"input": "learned"})
     config = ModelConfig(
         vocab_size=hf["vocab_size"], block_size=hf["max_position_embeddings"],
@@ -189,17 +206,16 @@ def import_folder(folder, out):
     except RuntimeError as error:
         raise ValueError(f"{folder}: {' '.join(str(error).split())}") from None
     step, tokenizer_path = nanobit.get("step", 0), Path(folder) / "tokenizer.json"
-    load_tokenizer(tokenizer_path)
+    tokenizer = load_tokenizer(tokenizer_path)
     path = Path(out) / f"step-{step:08d}.pt"
     if path.exists():
         raise FileExistsError(f"{path} exists; name another run directory")
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path.parent / "tokenizer.json", tokenizer_path.read_bytes())
-    bos_id = hf.get("bos_token_id")
-    state = {"step": step, "model": weights, "model_config": asdict(config), "data": "",
-             "eot_id": hf["eos_token_id"] if bos_id is None else bos_id,
-             "tokenizer_sha256": sha256(tokenizer_path.read_bytes())}
-    torch.save(state, path.with_suffix(".tmp"))
-    path.with_suffix(".tmp").rename(path)
+    bos_id, eos_id = hf.get("bos_token_id"), hf.get("eos_token_id")
+    save_checkpoint(
+        out, step, keep=sys.maxsize, model=weights, model_config=asdict(config), data="",
+        bos_id=eos_id if bos_id is None else bos_id, eot_id=bos_id if eos_id is None else eos_id,
+        template=adds_tokens(tokenizer), tokenizer_sha256=sha256(tokenizer_path.read_bytes()))
     print(f"written to {path}")
     return path

@@ -8,6 +8,7 @@ subject. Short rows are packed: there is little padding (machinery/packing.py).
 """
 
 import hashlib
+import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from tqdm import tqdm
 
+from machinery.files import sha256
 from machinery.packing import count_tokens, cut_request, lay_out, make_groups, plan_batches
 
 MAX_LENGTH = 2048   # the paper's, for every model: a longer context would give a reference longer
@@ -46,6 +48,13 @@ class Candidate:
     context: int        # the most positions the model takes
     facts: dict         # what it is: name, step, hashes
     note: str = ""      # what to know about its scores
+    shares: bool = True  # it obeys a tree's mask and positions, and continues from keys and values
+
+
+def vocabulary_sha256(vocabulary):
+    """Return the sha256 of {token: id}: two tokenizers of one have the same ids for the same text
+    pieces, whatever else their files say."""
+    return sha256(json.dumps(sorted(vocabulary.items())).encode())
 
 
 class Scorer:
@@ -67,7 +76,7 @@ class Scorer:
         self.candidate = candidate
         self.device = torch.device(device)
         self.batch_tokens = batch_tokens
-        self.share = share
+        self.share = share and candidate.shares
         self.max_length = min(MAX_LENGTH, candidate.context) if max_length is None else max_length
         if not 1 <= self.max_length <= candidate.context:
             raise ValueError(f"--max_length={max_length}: {candidate.facts['name']} takes 1 to "
@@ -146,12 +155,28 @@ class Scorer:
             bar.update(sum(sum(map(count_tokens, row)) for row in rows))
             batches = batches[1:]
         bar.close()
-        if self.parts > 1:
-            everyone = [None] * self.parts
-            own = {key: self.finished[key] for key in todo if key in self.finished}
-            dist.all_gather_object(everyone, own)
-            for found in everyone:
-                self.finished |= found
+        own = {key: self.finished[key] for key in todo if key in self.finished}
+        for found in self.gather(own):
+            self.finished |= found
+
+    def share_out(self, work, jobs):
+        """Return [work(job), ...]: each process does a part, and all have the whole."""
+        own = []
+        for job in tqdm(jobs[self.part::self.parts], unit=" requests",
+                        disable=self.part > 0 or None):
+            own.append(work(job))
+        results = [None] * len(jobs)
+        for part, found in enumerate(self.gather(own)):
+            results[part::self.parts] = found
+        return results
+
+    def gather(self, own):
+        """Return what each process has, in their order."""
+        if self.parts == 1:
+            return [own]
+        everyone = [None] * self.parts
+        dist.all_gather_object(everyone, own)
+        return everyone
 
     @torch.inference_mode()
     def run_prefix(self, prefix):

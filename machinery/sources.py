@@ -21,8 +21,8 @@ from urllib.parse import urlsplit
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from machinery.downloads import fetch
-from machinery.files import first_line, sha256_of
+from machinery.downloads import check_hub_file, fetch
+from machinery.files import changed_since, first_line, sha256_of
 from machinery.shards import count_documents
 
 BATCH_BYTES = 4 << 20  # of a batch of documents: memory must not grow with them
@@ -176,6 +176,19 @@ def source_facts(file):
     return {"size": sum(map(os.path.getsize, paths)), "sha256": sha256_of(*paths)}
 
 
+def is_same_source(entry, since):
+    """Return whether a source is still the file of its entry in meta.json, as far as can be seen.
+
+    By its size, and by its sha256 if it was changed since a time (in ns).
+    """
+    paths = local_files(entry["source"])
+    if not paths or entry["sha256"] is None:
+        return True
+    if sum(map(os.path.getsize, paths)) != entry["size"]:
+        return False
+    return not changed_since(since, *paths) or sha256_of(*paths) == entry["sha256"]
+
+
 def fetch_ahead(names, args):
     """Yield (file, source_facts(file)) for each source, while the next one is being fetched.
 
@@ -189,7 +202,9 @@ def fetch_ahead(names, args):
             try:
                 file = fetch(name, f"{args.out}/downloads", args.keep_downloads,
                              in_part=args.max_documents is not None)
-                fetched.set_result((file, source_facts(file)))
+                facts = source_facts(file)
+                check_hub_file(name, file, facts["sha256"])
+                fetched.set_result((file, facts))
             except Exception as error:
                 fetched.set_exception(error)
             ready.put(fetched)
@@ -222,9 +237,10 @@ def check_space(meta, args):
     Half the bytes of a local source; of the paper's corpus 0.8 bytes of ids a byte, and three
     shards (with --keep_downloads all) downloaded at a time.
     """
-    local = itertools.chain.from_iterable(map(local_files, meta["sources"]))
+    todo = [name for name, entry in zip(meta["sources"], meta["shards"]) if not entry]
+    local = itertools.chain.from_iterable(map(local_files, todo))
     local_bytes = sum(map(os.path.getsize, local))
-    remote = len(meta["sources"]) if args.source == "fineweb-edu" else 0
+    remote = len(todo) if args.source == "fineweb-edu" else 0
     downloaded = remote if args.keep_downloads else min(remote, 3)
     need = local_bytes / 2 + FINEWEB_EDU_BYTES * (0.8 * remote + downloaded)
     free = shutil.disk_usage(args.out).free

@@ -47,8 +47,10 @@ def build_table(result):
             rows.append([task, metric + unit, *(format_value(metric, values) for values in metrics),
                          *(f"{values[metric]:.2f}" if metric in values else "-"
                            for values in paper)])
+    models = [f"{name} (first {limit} documents)" if limit else name
+              for name, limit in zip(result["models"], result["limits"])]
     papers = [f"paper: {name}" for name in result["published"]]
-    return ["task", "metric", *result["models"], *papers], rows
+    return ["task", "metric", *models, *papers], rows
 
 
 def build_statistics(results):

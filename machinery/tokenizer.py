@@ -12,8 +12,9 @@ from types import SimpleNamespace
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from machinery.downloads import fetch
-from machinery.files import first_line, write_whole
+from machinery.downloads import check_hub_file, fetch
+from machinery.files import first_line, sha256, sha256_of, write_whole
+from machinery.shards import read_meta
 
 EOT = "<|endoftext|>"  # SmolLM2's end of text, id 0
 MAX_VOCAB_SIZE = 65_536  # ids are stored as uint16
@@ -111,14 +112,29 @@ def token_bytes(tokenizer):
 
 
 def find_eot(tokenizer):
-    """Return the id that ends each document. Raises ValueError if the tokenizer has none."""
+    """Return the id that ends each document.
+
+    Raises ValueError if the tokenizer has none, or one that a text may hold.
+    """
     if isinstance(tokenizer, Utf16):
         return tokenizer.eot_id
     for token in (EOT, "<|end_of_text|>", "</s>", "<eos>"):
         i = tokenizer.token_to_id(token)
-        if i is not None:
-            return i
+        if i is None:
+            continue
+        if i in tokenizer.encode(token, add_special_tokens=False).ids:
+            raise ValueError(f"the tokenizer's {token} in a text becomes id {i}, the end of text; "
+                             "expected it among its added tokens, as special")
+        return i
     raise ValueError(f"the tokenizer has no end-of-text token (such as {EOT})")
+
+
+def check_name(name):
+    """Raise ValueError if --tokenizer is train:N with another N than a tokenizer may have."""
+    size = name.removeprefix("train:")
+    if size != name and not (size.isdigit() and 257 < int(size) <= MAX_VOCAB_SIZE):
+        raise ValueError(f"--tokenizer={name}: expected train:N with N from 258 to "
+                         f"{MAX_VOCAB_SIZE}")
 
 
 def find_tokenizer(name, out, train_texts):
@@ -129,24 +145,38 @@ def find_tokenizer(name, out, train_texts):
             or a Hugging Face OWNER/REPOSITORY@REVISION.
     """
     if name.startswith("train:") or name == "utf16":
-        path = Path(out) / "tokenizer.json"
-        size = name.removeprefix("train:")
-        if name != "utf16" and not (size.isdigit() and 257 < int(size) <= MAX_VOCAB_SIZE):
-            raise ValueError(
-                f"--tokenizer={name}: expected train:N with N from 258 to {MAX_VOCAB_SIZE}")
-        if (Path(out) / "meta.json").exists():
-            return path  # the one that made the shards there
-        if name == "utf16":
-            write_whole(path, UTF16_JSON)
-        else:
-            print(f"training a byte-level BPE tokenizer of {size} ids on the train documents",
-                  flush=True)
-            tokenizer = train_tokenizer(train_texts(), int(size))
-            write_whole(path, tokenizer.to_str(pretty=True).encode())
-        return path
+        return make_tokenizer(name, Path(out), train_texts)
     if name.endswith(".json") or Path(name).exists():
         return Path(name)
     if not re.fullmatch(r"[^/@]+/[^/@]+@[^/@]+", name):
         raise ValueError(f"--tokenizer={name}: no such file; expected train:N, utf16, a "
                          f"tokenizer.json, or OWNER/REPOSITORY@REVISION such as {SMOLLM2}")
-    return Path(fetch(f"hf://{name}/tokenizer.json", out, keep=True))
+    source = f"hf://{name}/tokenizer.json"
+    path = fetch(source, out, keep=True)
+    check_hub_file(source, path, sha256_of(path))
+    return Path(path)
+
+
+def make_tokenizer(name, out, train_texts):
+    """Return the path of out/tokenizer.json, made as train:N or utf16 says.
+
+    Where shards are, it is the one that made them: if it is lost or damaged, the same again. Raises
+    ValueError if that cannot be.
+    """
+    path = out / "tokenizer.json"
+    there = read_meta(out)["tokenizer"] if (out / "meta.json").exists() else None
+    is_whole = there and path.is_file() and sha256_of(path) == there["sha256"]
+    if is_whole or (there and there["name"] != name):  # another preparation: resume refuses it
+        return path
+    if name == "utf16":
+        data = UTF16_JSON
+    else:
+        size = int(name.removeprefix("train:"))
+        print(f"training a byte-level BPE tokenizer of {size} ids on the train documents",
+              flush=True)
+        data = train_tokenizer(train_texts(), size).to_str(pretty=True).encode()
+    if there and sha256(data) != there["sha256"]:
+        raise ValueError(f"{path}: lost or damaged, and to train it again gave another; choose "
+                         "another --out")
+    write_whole(path, data)
+    return path

@@ -1,10 +1,11 @@
-"""The same ids, faster: splintr, or else tiktoken, wherever that provably changes nothing.
+"""The same ids, faster: by tiktoken, or by splintr where it is installed, in place of tokenizers.
 
 prepare.py encodes with the function that make_encoder returns.
 """
 
 import base64
 import json
+import re
 
 import numpy as np
 import tiktoken
@@ -14,7 +15,7 @@ from machinery.tokenizer import MAX_VOCAB_SIZE, Utf16
 try:
     import splintr
     FAST = "splintr"
-except ImportError:  # tiktoken gives the same ids in three times the time
+except ImportError:  # it is optional: tiktoken gives the same ids in three times the time
     FAST = "tiktoken"
 
 # GPT-2's byte-level alphabet writes each byte as one character: these as themselves,
@@ -35,6 +36,9 @@ PATTERNS = [
     ([DIGITS, BYTE_LEVEL],
      r"(?: ?\p{L}+|'(?:[sdmt]|ll|ve|re)|\p{N}| ?[^\s\p{L}\p{N}]+)|\s+(?![^\s\p{N}])|\s+"),
 ]
+LONE_NEWLINE = re.compile(r"[!-~]\n(?=[!-~])")
+PART_CHARACTERS = 1 << 20  # of a text, encoded at a time
+CACHED_CHARACTERS = 8 << 20  # of text, after which splintr's cache is emptied
 NOT_PLAIN_BPE = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "ignore_merges")
 
 
@@ -117,7 +121,7 @@ def compare_characters(tokenizer, twin):
 
 
 def make_encoder(tokenizer, twin=None):
-    """Return the function from a text to its ids, an integer array; None for a text without ids.
+    """Return the function from a text to its ids, uint16 [n]; None for a text without ids.
 
     With a twin (see find_twin) they come from the fast engine. Only Utf16 knows texts without ids.
     """
@@ -127,22 +131,38 @@ def make_encoder(tokenizer, twin=None):
     def plain(text):
         # encode_batch_fast, because encode also finds each token's place in the text
         encoding = tokenizer.encode_batch_fast([text], add_special_tokens=False)[0]
-        return np.array(encoding.ids, np.uint32)
+        return np.array(encoding.ids, "<u2")
 
     if twin is None:
         return plain
     encode = splintr_encoder(*twin) if FAST == "splintr" else tiktoken_encoder(*twin)
 
-    def fast(text):
+    def encode_part(text):
         """Return the ids by the fast engine; by tokenizers where that cannot, or must not."""
         try:
             ids = encode(text)
-        except ValueError:  # tiktoken gives up on some hundred thousand spaces in a row
+        except ValueError:
             return plain(text)
         # An id over 65,535 is a byte without a token, which tokenizers drops.
-        return ids if ids.max(initial=0) < MAX_VOCAB_SIZE else plain(text)
+        return ids.astype("<u2") if ids.max(initial=0) < MAX_VOCAB_SIZE else plain(text)
 
-    return fast
+    return lambda text: np.concatenate([encode_part(part) for part in cut(text)])
+
+
+def cut(text):
+    """Yield a long text in parts, whose ids one after another are those of the whole.
+
+    To encode it takes many times its size. A lone newline between two visible ASCII characters is a
+    piece of its own for each of PATTERNS, and none of them looks back; so each part ends with one.
+    """
+    start = 0
+    while len(text) - start > PART_CHARACTERS:
+        end = LONE_NEWLINE.search(text, start + PART_CHARACTERS)
+        if not end:
+            break
+        yield text[start:end.end()]
+        start = end.end()
+    yield text[start:]
 
 
 def encode_utf16(text):
@@ -152,11 +172,46 @@ def encode_utf16(text):
 
 
 def splintr_encoder(pattern, ranks):
+    """Return the function from a text to its ids by splintr.
+
+    It takes two pieces of text with one hash for the same, and its cache keeps long unbroken runs
+    whole. So the bytes of all tokens are compared with the text's, and the cache is emptied now and
+    then. Raises ValueError where they differ.
+    """
     lines = [b"%s %d\n" % (base64.b64encode(token), i) for token, i in ranks.items()]
     engine = splintr.Tokenizer.from_bytes(b"".join(lines), pattern, {})
-    return lambda text: np.frombuffer(engine.encode_flat(text), np.uint32)
+    token_bytes = np.full(max(ranks.values()) + 1, b"", object)
+    for token, i in ranks.items():
+        token_bytes[i] = token
+    n_cached = 0
+
+    def spells(ids, text):
+        at = 0
+        for start in range(0, len(ids), 1 << 14):  # join takes a hundred bytes a token
+            part = b"".join(token_bytes[ids[start:start + (1 << 14)]])
+            if not text.startswith(part, at):
+                return False
+            at += len(part)
+        return at == len(text)
+
+    def encode(text):
+        nonlocal n_cached
+        n_cached += len(text)
+        if n_cached > CACHED_CHARACTERS:
+            engine.clear_cache()
+            n_cached = 0
+        ids = np.frombuffer(engine.encode_flat(text), np.uint32)
+        if not spells(ids, text.encode()):
+            raise ValueError("the ids of another text")
+        return ids
+
+    return encode
 
 
 def tiktoken_encoder(pattern, ranks):
+    """Return the function from a text to its ids by tiktoken, which compares pieces byte by byte.
+
+    Raises ValueError where its regular expressions give up: on some hundred thousand spaces.
+    """
     engine = tiktoken.Encoding("twin", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
     return engine.encode_to_numpy

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import codes
+import train
 from codes import (
     FIXED,
     binary_codes,
@@ -26,6 +27,7 @@ from codes import (
     to_bfloat16,
     to_fixed_point,
 )
+from machinery import settings
 
 ROOT = Path(__file__).parents[1]
 V = 49_152
@@ -262,9 +264,24 @@ def test_command_line_prints_the_matrix_and_its_checks():
         assert expected in result.stdout
 
 
-@pytest.mark.parametrize("flag", [
-    "--vocab_size=65537", "--vocab_size=10", "--code_offset=zz", "--nonsense"])
-def test_command_line_errors_are_one_line(flag):
+@pytest.mark.parametrize("flag, said", [
+    ("--vocab_size=65537", "vocab_size=65537"), ("--vocab_size=10", "a vocabulary of more than"),
+    ("--code_offset=zz", "code_offset=zz"), ("--code_offset=10000", "code_offset=10000"),
+    ("--code_seed=-1", "code_seed=-1"), ("--code_seed=4294967296", "code_seed=4294967296"),
+    ("--nonsense", "--nonsense")])
+def test_command_line_errors_are_one_line(flag, said):
     result = run(flag)
     assert result.returncode == 2 and len(result.stderr.splitlines()) == 1
-    assert result.stderr.startswith("codes.py: error: ")
+    assert result.stderr.startswith("codes.py: error: ") and result.stdout == ""
+    assert said in result.stderr
+
+
+@pytest.mark.parametrize("flags", [
+    ["--input=gf2", "--code_seed=-1"], ["--input=random", "--code_seed=4294967296"],
+    ["--input=gf2", "--code_offset=zz"], ["--input=gf2", "--code_offset=-2"]])
+def test_training_refuses_a_wrong_code_as_a_flag(flags, capsys):
+    with pytest.raises(SystemExit) as error:
+        settings.parse_args(train.PRESETS, "", ["--preset=smoke", *flags])
+    said = capsys.readouterr().err
+    assert error.value.code == 2 and said.count("\n") == 1
+    assert flags[1].split("=")[0][2:] in said

@@ -222,6 +222,26 @@ def test_tables(write, monkeypatch, capsys):
     assert "paper" not in single
 
 
+def test_limited_scores_are_marked(write, monkeypatch, capsys):
+    """A part of a benchmark is not the benchmark, least of all beside the paper's figures."""
+    limited = write("a", scores(limit=50))
+    text = output(monkeypatch, capsys, limited, write("b", scores("b")), "--published=binary")
+    assert "a (first 50 documents)" in text.splitlines()[0] and "b (first" not in text
+    note = next(line for line in text.splitlines() if line.startswith("NOTE"))
+    assert "a: the first 50 documents of each task" in note and "all of them" in note
+    assert "(first 50 documents)" in output(monkeypatch, capsys, limited)
+    assert "NOTE" not in output(monkeypatch, capsys, limited)
+
+
+def test_other_shots_than_the_papers_are_marked(write, monkeypatch, capsys):
+    shown = scores()
+    shown["tasks"]["piqa"]["num_fewshot"] = 3
+    text = output(monkeypatch, capsys, write("a", shown), "--published=binary")
+    assert "NOTE: a: 3-shot in piqa" in text
+    shown["tasks"]["piqa"]["num_fewshot"] = 0
+    assert "NOTE" not in output(monkeypatch, capsys, write("a", shown), "--published=binary")
+
+
 @pytest.mark.parametrize("content, said", [
     ("{", "not JSON"), ("[]", "not a scores file"), ('{"loss": 1}', "not a scores file")])
 def test_other_files_are_refused(tmp_path, monkeypatch, content, said):

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import matplotlib
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 from scipy import stats
@@ -16,6 +18,7 @@ import evaluate
 import train
 from machinery import figures, statistics
 
+matplotlib.use("agg")
 ROOT = Path(__file__).parents[1]
 V, K = 3072, 12
 
@@ -262,6 +265,30 @@ def test_gap_against_depth(tmp_path):
         compare.compare_runs(paths[:-2], by="n_layer")
 
 
+@pytest.mark.parametrize("field", ["n_layers", "parameters", "code_report", "nonsense"])
+def test_by_is_a_field_that_can_be_shown(six_runs, tmp_path, field):
+    done = command(*six_runs, f"--by={field}", f"--out={tmp_path}/none")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert f"--by={field}" in done.stderr and not (tmp_path / "none").exists()
+    assert ("n_layer?" in done.stderr) == (field == "n_layers")
+
+
+def test_by_a_field_that_a_run_does_not_have_is_refused(six_runs):
+    config = json.loads((six_runs[1] / "config.json").read_text())
+    del config["max_lr"]
+    (six_runs[1] / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="learned-s2.* no max_lr"):
+        compare.compare_runs(six_runs, by="max_lr")
+
+
+def test_by_a_field_of_words(tmp_path):
+    paths = [write_run(tmp_path, f"{name}-{ffn}", cost=cost, input=name, ffn=ffn)
+             for name, cost in (("learned", 0.0), ("binary", 0.3)) for ffn in ("gelu", "swiglu")]
+    result = compare.compare_runs(paths, by="ffn")
+    assert [g["name"] for g in result["groups"]][-1] == "binary, ffn swiglu"
+    assert "gap" in figures.draw_runs(result, tmp_path)
+
+
 # --- what is written
 
 def png_size(path):
@@ -298,14 +325,66 @@ def test_one_seed_has_no_seed_interval(six_runs):
     assert "one seed" in compare.describe_runs(result, True)
 
 
-def test_every_line_can_be_told_apart():
-    names = ["learned", "tied", "binary", "binary_pm1", "binary_matched", "gf2_1", "gf2_2", "gf2_3",
-             "lowdim", "random", "sinusoid"]
-    groups = [{"name": name, "label": name.replace("_", " ")} for name in names]
+def look(style):
+    return style["color"], style["linestyle"], style["marker"]
+
+
+def groups_of(labels, by=(None,)):
+    """What line_styles reads of the groups of these labels at each value of by."""
+    return [{"name": f"{label}, n_layer {value}" if value else label, "label": label, "by": value}
+            for label in labels for value in by]
+
+
+MANY = ["learned", "tied", "binary", "binary pm1", "binary scale matched", "lowdim", "sinusoid",
+        "mine", "theirs", "random code 1", "random code 2", *(f"gf2 code {i}" for i in range(9))]
+
+
+@pytest.mark.parametrize("by", [(None,), (2, 4, 8)])
+def test_no_two_lines_look_alike(by):
+    groups = groups_of(MANY, by)
     styles = figures.line_styles(groups)
-    assert len({(s["color"], s["linestyle"]) for s in styles.values()}) == len(names)
-    assert styles["learned"]["color"] == "#000000"
-    assert len({styles[name]["color"] for name in ("gf2_1", "gf2_2", "gf2_3")}) == 1
+    assert len({look(style) for style in styles.values()}) == len(groups)
+    for value in by:  # the line of a label against by is told from another label's without marks
+        names = [g["name"] for g in groups if g["by"] == value]
+        assert len({look(styles[name])[:2] for name in names}) == len(MANY)
+
+
+def test_an_input_has_the_same_colour_in_every_figure():
+    """Whatever else is compared, and in whatever order."""
+    first = figures.line_styles(groups_of(MANY))
+    again = figures.line_styles(groups_of(["tied", "random code 1", "binary pm1", "learned"]))
+    for name, style in again.items():
+        assert style["color"] == first[name]["color"], name
+    assert first["learned"]["color"] == "#000000"
+    assert len({first[f"gf2 code {i}"]["color"] for i in range(4)}) == 1
+
+
+def test_only_seeds_are_ticks(six_runs):
+    """The ends of an interval are not marked as single seeds are."""
+    group = compare.compare_runs(six_runs)["groups"][1]
+    figure = figures.draw_differences(plt, [group], figures.line_styles([group]), "learned")
+    ticks = [line for line in figure.axes[0].lines if line.get_marker() == "|"]
+    assert [list(line.get_xdata()) for line in ticks] == [group["differences"]]
+    plt.close(figure)
+
+
+def test_against_depth_each_label_has_its_line(tmp_path):
+    paths = []
+    for n_layer in (2, 4):
+        for seed in (1, 2):
+            for name, code in (("learned", 1), ("gf2", 1), ("gf2", 2)):
+                paths.append(write_run(tmp_path, f"{name}{code}-{n_layer}-{seed}", seed, code / 10,
+                                       input=name, n_layer=n_layer, code_seed=code))
+    groups = compare.compare_runs(paths, by="n_layer")["groups"]
+    styles = figures.line_styles(groups)
+    gf2 = [g for g in groups if g["label"] != "learned"]
+    figure = figures.draw_gap(plt, gf2, styles, "learned", "n_layer")
+    lines = [line for line in figure.axes[1].lines if len(line.get_xdata()) == 2
+             and line.get_linestyle() != "None" and list(line.get_xdata()) == [2, 4]]
+    assert len({(line.get_color(), line.get_linestyle()) for line in lines}) == 2
+    words = [text.get_text() for text in figure.axes[1].get_legend().get_texts()]
+    assert words == ["gf2 code 1", "gf2 code 2"]
+    plt.close(figure)
 
 
 # --- real runs, from the command line

@@ -6,6 +6,7 @@ huggingface_hub's.
 """
 
 import base64
+import gzip
 import hashlib
 import http.server
 import json
@@ -27,6 +28,7 @@ from preparing import (
     decoded,
     documents,
     entries,
+    final_names,
     parquet,
     run,
     texts_of,
@@ -38,6 +40,10 @@ from machinery.downloads import download
 
 REVISION = "a" * 40
 FILE = "fineweb-edu-dedup/train-{:05d}-of-00234.parquet"
+
+
+def etag_of(data):
+    return f'"{hashlib.sha256(data).hexdigest()}"'
 
 
 class Server(http.server.ThreadingHTTPServer):
@@ -86,7 +92,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def answer_file(self, data, wanted, first, last, revision):
-        etag = f'"{hashlib.sha256(data).hexdigest()}"'
+        etag = etag_of(data)
         headers = {"ETag": etag}
         if revision:
             headers["X-Repo-Commit"] = revision
@@ -162,18 +168,65 @@ def some_bytes(n, seed=0):
 def test_a_cut_file_at_the_final_name_is_completed(server, fetch, tmp_path):
     data = server.files["/f.bin"] = some_bytes(300_000)
     (tmp_path / "f.bin").write_bytes(data[:100_000])
+    (tmp_path / "f.bin.etag").write_text(etag_of(data))
     assert fetch() == data
-    assert server.wanted() == ["bytes=100000-"] and len(list(tmp_path.iterdir())) == 1
+    assert server.wanted() == ["bytes=100000-"]
 
 
-def test_another_file_at_the_final_name_is_noticed(server, fetch, tmp_path):
-    """Its first bytes are not this file's: the server's sha256 tells; the next run starts anew."""
-    data = server.files["/f.bin"] = some_bytes(300_000)
-    (tmp_path / "f.bin").write_bytes(b"x" * 1000)
-    with pytest.raises(ValueError, match="sha256"):
-        fetch()
-    assert not list(tmp_path.glob("*.bin"))
-    assert fetch() == data
+def test_a_file_that_is_whole_is_not_fetched_again(server, fetch, tmp_path):
+    data = server.files["/f.bin"] = some_bytes(3000)
+    assert fetch() == fetch() == data
+    assert server.wanted() == [None, "bytes=3000-"]
+
+
+@pytest.mark.parametrize("name", ["f.bin", "f.bin.part"])
+def test_a_file_of_an_unknown_version_is_fetched_anew(name, server, fetch, tmp_path):
+    """Such as an older version, or the page of a log-in: the rest of this one does not go to it."""
+    new = server.files["/f.bin"] = some_bytes(300_000)
+    server.script["/f.bin"] = [send_whole]  # without a sha256 or a version
+    (tmp_path / name).write_bytes(b"older" * 1000)
+    assert fetch() == new and server.wanted() == [None]
+
+
+def test_a_server_that_minds_the_range_alone(server, fetch):
+    """A part of another version, though If-Range asks for this one, is not appended."""
+    old, new = some_bytes(300_000, seed=1), some_bytes(300_000, seed=2)
+    server.files["/f.bin"] = new
+
+    def send_rest_of_new(handler, data, start):
+        content_range = f"bytes {start}-{len(new) - 1}/{len(new)}"
+        handler.send(206, new[start:], {"Content-Range": content_range, "ETag": etag_of(new)})
+
+    def send_old(handler, data, start):
+        handler.send(200, old, {"ETag": etag_of(old)}, cut=200_000)
+
+    server.script["/f.bin"] = [send_old, send_rest_of_new]
+    assert fetch() == new
+
+
+@pytest.mark.parametrize("name, data, good", [
+    ("f.parquet", b"<!DOCTYPE html><p>Log in", b"PAR1 and so on PAR1"),
+    ("f.parquet", b"PAR1 but cut off", b"PAR1 and so on PAR1"),
+    ("f.jsonl.gz", b'{"text": "plain"}', gzip.compress(b'{"text": "a"}')),
+    ("f.jsonl.zst", b"\x1f\x8b of gzip", b"\x28\xb5\x2f\xfd of zstd"),
+    ("f.jsonl", b"\n <html>", b'\xef\xbb\xbf\n {"text": "a"}')])
+def test_what_is_no_such_file_gets_no_name(name, data, good, server, tmp_path):
+    server.files[f"/{name}"] = data
+    with pytest.raises(ValueError, match=f"{name}: what came is no") as error:
+        download(f"{server.url}/{name}", tmp_path / name)
+    assert "\n" not in str(error.value) and not (tmp_path / name).exists()
+    server.files[f"/{name}"] = good
+    assert Path(download(f"{server.url}/{name}", tmp_path / name)).read_bytes() == good
+
+
+def test_a_file_stored_as_gzip_is_taken_as_it_is(server, fetch):
+    data = server.files["/f.bin"] = gzip.compress(some_bytes(3000))
+
+    def send_encoded(handler, data, start):
+        handler.send(200, data, {"Content-Encoding": "gzip", "ETag": etag_of(data)})
+
+    server.script["/f.bin"] = [send_encoded] * 9
+    assert fetch() == data and len(server.log) == 1
 
 
 def test_a_server_that_ignores_range(server, fetch):
@@ -196,8 +249,7 @@ def test_a_file_that_changes_between_two_tries_is_fetched_anew(server, fetch):
     server.files["/f.bin"] = old
 
     def cut(handler, data, start):
-        etag = f'"{hashlib.sha256(old).hexdigest()}"'
-        handler.send(200, data, {"ETag": etag}, cut=200_000)
+        handler.send(200, data, {"ETag": etag_of(old)}, cut=200_000)
         server.files["/f.bin"] = new
 
     server.script["/f.bin"] = [cut]
@@ -221,6 +273,7 @@ def test_a_wrong_sha256_is_noticed(header, form, server, fetch, tmp_path):
 def test_a_complete_partial_and_416(server, fetch, tmp_path):
     data = server.files["/f.bin"] = some_bytes(300_000)
     (tmp_path / "f.bin.part").write_bytes(data)
+    (tmp_path / "f.bin.etag").write_text(etag_of(data))
     assert fetch() == data
     assert server.wanted() == ["bytes=300000-"], "not fetched again"
     (tmp_path / "f.bin").replace(tmp_path / "f.bin.part")
@@ -229,23 +282,32 @@ def test_a_complete_partial_and_416(server, fetch, tmp_path):
     assert fetch() == data
 
 
-def test_retry_after_is_honoured(server, fetch, monkeypatch):
+def test_retry_after_is_honoured(server, fetch, monkeypatch, capsys):
     monkeypatch.undo()  # real sleeping
     data = server.files["/f.bin"] = some_bytes(3000)
     server.script["/f.bin"] = [refuse(429, Retry_After="1")]
     assert fetch() == data
     times = [when for *_, when in server.log]
     assert len(times) == 2 and times[1] - times[0] >= 0.99
+    assert "trying again in 1 s" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("after", ["86400", "Fri, 31 Dec 2100 23:59:59 GMT"])
+def test_a_wait_of_a_day_is_told_not_slept(after, server, fetch):
+    server.files["/f.bin"] = some_bytes(3000)
+    server.script["/f.bin"] = [refuse(503, Retry_After=after)]
+    with pytest.raises(ValueError, match=r"cannot be fetched: .* asks to wait [\d,]+ s"):
+        fetch()
 
 
 @pytest.mark.parametrize("status", [429, 503, 404, 403])
 def test_a_refusal_for_ever_is_one_line(status, server, tmp_path):
-    server.files["/f.parquet"] = b"data"
+    server.files["/f.parquet"] = b"PAR1 data PAR1"
     server.script["/f.parquet"] = [refuse(status)] * 99
-    with pytest.raises(ValueError, match=f"/f.parquet: cannot be fetched: .*{status}") as error:
+    with pytest.raises(ValueError, match=f"/f.parquet: cannot be fetched.*{status}") as error:
         run(f"--source={server.url}/f.parquet", "--tokenizer=utf16", f"--out={tmp_path}/out")
     assert "\n" not in str(error.value)
-    assert len(server.log) == (7 if status in (429, 503) else 1)
+    assert len(server.log) == (downloads.DOWNLOAD_TRIES if status in (429, 503) else 1)
     assert b"error text" not in b"".join(contents(tmp_path).values())
 
 
@@ -296,7 +358,7 @@ def test_a_url_from_end_to_end_and_its_download_is_deleted(
     assert decoded(out) == texts and not (out / "downloads").exists()
     assert entries(out)[0]["sha256"] == hashlib.sha256(data).hexdigest()
     run(*flags, f"--out={kept}", "--keep_downloads")
-    assert [path.name for path in (kept / "downloads").iterdir()] == ["f.parquet"]
+    assert (kept / "downloads/f.parquet").read_bytes() == data
     with monkeypatch.context() as patch:
         # the folder stays, but what was in it?
         patch.setattr(prepare.shutil, "rmtree", lambda *unused, **flags: None)
@@ -339,6 +401,7 @@ def hub(server, tokenizer_path, tmp_path):
              "--val_fraction=0", "--workers=1", *flags],
             capture_output=True, text=True, timeout=100, env=settings | environment)
 
+    run_hub.settings = settings
     return run_hub
 
 
@@ -362,6 +425,40 @@ def test_hub_shards_and_tokenizer(hub, server, tokenizer_path, tmp_path):
     assert len(list(cached.rglob("*.parquet"))) == 2, "not ours to delete"
     missing = hub("--shards=2:3", flags[1], f"--out={tmp_path}/none", HF_HUB_OFFLINE="1")
     assert_one_line(missing, "train-00002-of-00234.parquet", "cannot be fetched")
+
+
+@pytest.mark.parametrize("keep", ["--keep_downloads", "--val_fraction=0"])
+def test_a_flipped_byte_in_a_file_of_the_hub_is_noticed(keep, hub, server, tokenizer_path,
+                                                        tmp_path):
+    """In the hub's cache, or in the folder that it filled."""
+    flags = "--shards=0:1", f"--tokenizer={tokenizer_path}", keep
+    if keep == "--keep_downloads":
+        assert hub(*flags, f"--out={tmp_path}/first").returncode == 0
+        [damaged] = [path for path in (tmp_path / "hf_home").rglob("blobs/*")
+                     if len(path.name) == 64]
+    else:
+        code = ("import sys\n"
+                "from machinery.downloads import fetch\n"
+                "print(fetch(sys.argv[1], sys.argv[2], keep=False))\n")
+        name = f"hf://datasets/o/n@{REVISION}/{FILE.format(0)}"
+        done = subprocess.run([sys.executable, "-c", code, name, tmp_path / "out/downloads"],
+                              cwd=ROOT, capture_output=True, text=True, env=hub.settings)
+        damaged = Path(done.stdout.strip())
+    data = bytearray(damaged.read_bytes())
+    data[len(data) // 2] ^= 1
+    damaged.write_bytes(data)
+    result = hub(*flags, f"--out={tmp_path}/out")
+    assert_one_line(result, "hash", FILE.format(0))
+    assert not final_names(tmp_path / "out")
+
+
+def test_a_flipped_byte_in_the_tokenizer_of_the_hub_is_noticed(hub, tmp_path):
+    flags = "--shards=0:1", f"--tokenizer=o/t@{REVISION}"
+    assert hub(*flags, f"--out={tmp_path}/first").returncode == 0
+    [link] = (tmp_path / "hf_home").rglob("tokenizer.json")
+    damaged = link.resolve()
+    damaged.write_bytes(damaged.read_bytes().replace(b"a", b"b", 1))
+    assert_one_line(hub(*flags, f"--out={tmp_path}/out"), "hash", "tokenizer.json")
 
 
 def test_another_revision_of_the_corpus_is_refused(hub, tokenizer_path, tmp_path):

@@ -753,10 +753,10 @@ def test_score_writes_and_prints_the_protocol(make_run, tasks_dir, monkeypatch, 
 
 def test_torchrun_gives_the_same(make_run, tasks_dir, monkeypatch, capsys):
     directory = make_run("binary", step=11)
-    arguments = ["score", str(directory), "--tasks=own_choice,own_page",
+    arguments = ["score", str(directory), "--tasks=own_choice,own_page,own_text",
                  f"--include_path={tasks_dir}", "--device=cpu"]
     call(monkeypatch, *arguments)
-    target = directory / "own_choice+own_page-00000011.json"
+    target = directory / "own_choice+own_page+own_text-00000011.json"
     one = json.loads(target.read_text(encoding="utf-8"))
     done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone",
                            "--nproc_per_node=2", "evaluate.py", *arguments],
@@ -770,9 +770,29 @@ def test_torchrun_gives_the_same(make_run, tasks_dir, monkeypatch, capsys):
     for name, task in one["tasks"].items():
         again = two["tasks"][name]
         assert task["prompts_sha256"] == again["prompts_sha256"]
-        np.testing.assert_allclose(again["docs"]["loglikelihood"], task["docs"]["loglikelihood"],
-                                   atol=1e-4)
+        if name == "own_text":
+            assert again["docs"]["responses"] == task["docs"]["responses"]
+        else:
+            np.testing.assert_allclose(again["docs"]["loglikelihood"],
+                                       task["docs"]["loglikelihood"], atol=1e-4)
     assert not list(directory.glob(".finished*"))
+
+
+def test_jobs_are_shared_out(binary):
+    """Each process does a part, and all have the whole, in order."""
+    done = {0: [], 1: []}
+    for part in (0, 1, 0, 1):  # the second round has what the first did
+        scorer = Scorer(binary)
+        scorer.part, scorer.parts, worked = part, 2, []
+
+        def gather(own, part=part):
+            done[part] = own
+            return [done[0], done[1] or [None] * 3]
+
+        scorer.gather = gather
+        result = scorer.share_out(lambda job, worked=worked: worked.append(job) or -job, range(7))
+        assert worked == list(range(part, 7, 2))
+    assert result == [-job for job in range(7)]
 
 
 def test_missing_data_is_one_line(make_run, tmp_path):
@@ -819,8 +839,25 @@ print('hub offline:', huggingface_hub.constants.HF_HUB_OFFLINE)"""
     (["score", "/no/such/run"], 1, "/no/such/run"),
     (["score", "RUN", "--tasks=piqa", "--data_dir=/no/such"], 1, "/no/such"),
     (["score", "RUN", "--tasks=piqa", "--max_length=65"], 1, "takes 1 to 64"),
-    (["sample", "RUN", "--prompt", ""], 1, "--prompt is empty"),
-    (["sample", "RUN", "--temperature=-1"], 1, "temperature=-1"),
+    (["score", "RUN", "--batch_tokens=-1"], 2, "--batch_tokens: -1; expected 1 or more"),
+    (["score", "RUN", "--batch_tokens=1e4"], 2, "--batch_tokens: 1e4; expected 1 or more"),
+    (["score", "RUN", "--max_length=0"], 2, "--max_length: 0; expected 1 or more"),
+    (["score", "RUN", "--tasks=piqa", "--num_fewshot=-1"], 2, "--num_fewshot: -1; expected 0 or"),
+    (["score", "RUN", "--tasks=piqa", "--limit=0"], 2, "--limit: 0; expected 1 or more"),
+    (["score", "RUN", "--tasks=,"], 2, "--tasks"),
+    (["score", "RUN", "--device=cuda"], 2, "--device: cuda; "),
+    (["score", "RUN", "--device=gpu"], 2, "--device: gpu; expected"),
+    (["probe", "RUN", "--device=cuda:7"], 2, "--device: cuda:7; "),
+    (["probe", "RUN", "--positions=0"], 2, "--positions: 0; expected 1 or more"),
+    (["sample", "RUN", "--prompt", ""], 2, "--prompt is empty"),
+    (["sample", "RUN", "--temperature=-1"], 2, "--temperature: -1; expected 0 or more"),
+    (["sample", "RUN", "--temperature=nan"], 2, "--temperature: nan; expected 0 or more"),
+    (["sample", "RUN", "--temperature=inf"], 2, "--temperature: inf; expected 0 or more"),
+    (["sample", "RUN", "--top_k=0"], 2, "--top_k: 0; expected 1 or more"),
+    (["sample", "RUN", f"--seed={2**64}"], 2, "expected 0 to"),
+    (["sample", "RUN", "--seed=-1"], 2, "--seed: -1; expected 0 or more"),
+    (["sample", "RUN", "--num_samples=0"], 2, "--num_samples: 0; expected 1 or more"),
+    (["sample", "RUN", "--max_new_tokens=-5"], 2, "--max_new_tokens: -5; expected 1 or more"),
     (["export", "RUN", "RUN"], 1, "exists; name a directory"),
     (["import", "RUN", "/tmp/x"], 1, "config.json"),
 ))
@@ -1137,6 +1174,205 @@ def test_import_of_a_llama_with_shared_heads(tokenizer_file, tmp_path, transform
     ids = torch.randint(0, 320, (2, T), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
         torch.testing.assert_close(ours(ids)[0], theirs(ids).logits, atol=1e-4, rtol=0)
+
+
+# --- reference models of every architecture
+
+HF_SIZES = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 8,
+            "max_position_embeddings": T, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+# Architecture, its fields, and whether it may share: it obeys a 4-D mask and given positions.
+ARCHITECTURES = {
+    "llama": ("Llama", {}, True),
+    "mistral": ("Mistral", {"sliding_window": None}, True),
+    "gpt2": ("GPT2", {"n_positions": T, "n_embd": 32, "n_layer": 2, "n_head": 4}, True),
+    "gemma2": ("Gemma2", {"query_pre_attn_scalar": 8, "sliding_window": 4096}, True),
+    "gpt_neo": ("GPTNeo", {"attention_types": [[["global", "local"], 1]], "num_layers": 2,
+                           "num_heads": 4}, True),
+    "a short window": ("Mistral", {"sliding_window": 8}, False),
+    "windows in some layers": ("Gemma3Text", {"sliding_window": 8, "query_pre_attn_scalar": 8,
+                                              "layer_types": ["sliding_attention",
+                                                              "full_attention"]}, False),
+    "a state": ("Mamba", {"state_size": 4}, False),
+    "no position ids": ("Bloom", {"n_head": 4, "n_layer": 2}, False)}
+
+
+@pytest.fixture(scope="session")
+def make_reference(tokenizer_file, tmp_path_factory):
+    """Return a function that writes a random transformers model as a folder, and returns it; one
+    for each set of arguments."""
+    transformers = pytest.importorskip("transformers", reason="transformers is optional")
+    transformers.logging.set_verbosity_error()
+    made = {}
+
+    def make(name, **fields):
+        key = json.dumps([name, fields])
+        if key not in made:
+            kind, own, _ = ARCHITECTURES[name]
+            config = getattr(transformers, f"{kind}Config")(**{**HF_SIZES, **own, **fields})
+            torch.manual_seed(0)
+            model = transformers.AutoModelForCausalLM.from_config(config)
+            with torch.no_grad():  # larger than at the start, so that a wrong mask shows
+                for p in model.parameters():
+                    p.mul_(6 if p.dim() == 2 else 1)
+            made[key] = tmp_path_factory.mktemp("reference") / "model"
+            model.save_pretrained(made[key])
+            shutil.copy(tokenizer_file, made[key] / "tokenizer.json")
+            (made[key] / "tokenizer_config.json").write_text(json.dumps({
+                "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|endoftext|>",
+                "eos_token": "<|endoftext|>"}), encoding="utf-8")
+        return made[key]
+
+    return make
+
+
+def open_reference(folder, **options):
+    return references.open_reference(str(folder), "cpu", "float32", **options)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_references_score_as_their_plain_pass(make_reference, transformers, name, capsys):
+    """Packed rows and cached prefixes are for models that obey their mask and positions; the others
+    run every input whole, which is said in one line."""
+    folder, shares = make_reference(name), ARCHITECTURES[name][2]
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+
+    def forward(idx, select):
+        return model(idx).logits[select]
+
+    plain = dataclasses.replace(stub(None), forward=forward)
+    pairs = random_pairs(8)[:-3]
+    expected = [direct(plain, a.tolist(), b.tolist()) for a, b in pairs]
+    assert len({round(nats, 2) for nats, _ in expected}) > 20  # the model tells inputs apart
+    candidate = open_reference(folder)
+    said = capsys.readouterr().err
+    for share in (True, False):
+        assert_close(score(candidate, pairs, share=share, max_length=T), expected, 1e-3)
+    assert Scorer(candidate, max_length=T).share == shares
+    assert (said.count("every input is run whole") == 1) != shares
+    assert ("every input is run whole" in candidate.note) != shares
+
+
+@pytest.mark.parametrize("takes", (True, False))
+def test_a_model_that_makes_all_logits_is_read_at_the_right_places(make_reference, monkeypatch,
+                                                                   transformers, takes):
+    """One that takes logits_to_keep and ignores it, and one that does not know it."""
+    folder, pairs = make_reference("llama"), random_pairs(9)[:20]
+    expected = score(open_reference(folder), pairs)
+    kept = transformers.LlamaForCausalLM.forward
+
+    def ignores(self, *args, logits_to_keep=0, **options):
+        return kept(self, *args, **options)
+
+    def does_not_know(self, input_ids, attention_mask=None, position_ids=None, past_key_values=None,
+                      use_cache=None):
+        return kept(self, input_ids, attention_mask=attention_mask, position_ids=position_ids,
+                    past_key_values=past_key_values, use_cache=use_cache)
+
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "forward",
+                        ignores if takes else does_not_know)
+    assert_close(score(open_reference(folder), pairs), expected)
+    assert_close(score(open_reference(folder), pairs, share=False), expected)
+
+
+def test_generation_of_references_sees_its_whole_prompt(make_reference):
+    """Its bos too, which generate() would take for padding."""
+    candidate = open_reference(make_reference("llama"))
+    for prompt in ([0, 5, 9, 12], [7, 0, 0, 3]):
+        assert list(candidate.generate(prompt, 5, 0.0, None)) == greedy_ids(candidate, prompt, 5)
+    drawn = []
+    for seed in (1, 1, 2):
+        generator = torch.Generator().manual_seed(seed)
+        drawn.append(list(candidate.generate([3, 4], 20, 1.0, None, generator)))
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def generation(text, **options):
+    return request(text, options, kind="generate_until")
+
+
+def test_generation_arguments_are_taken_whole_or_refused(binary):
+    lm = harness_lm(binary)
+    greedy, = lm.generate_until([generation("def", until=["zzzz"], max_gen_toks=9)])
+    # An empty stop string stops nothing, as the harness has it.
+    assert lm.generate_until([generation("def", until=["", "zzzz"], max_gen_toks=9)]) == [greedy]
+    assert len(greedy) > 3
+    neutral = {"do_sample": False, "temperature": 0.7, "top_p": 0.9, "num_beams": 1}
+    assert lm.generate_until([generation("def", max_gen_toks=9, **neutral)]) == [greedy]
+    sampled = [lm.generate_until([generation("def", do_sample=True, max_gen_toks=9)])
+               for _ in range(2)]
+    assert sampled[0] == sampled[1] != [greedy]  # at temperature 1, and repeatable
+    for options, said in (({"num_beams": 4}, "num_beams"), ({"repetition_penalty": 1.3}, "repet"),
+                          ({"do_sample": True, "top_p": 0.9}, "top_p"),
+                          ({"do_sample": True, "temperature": 0.0}, "temperature"),
+                          ({"max_gen_toks": T}, "max_gen_toks"), ({"max_gen_toks": 0}, "max_gen")):
+        with pytest.raises(ValueError, match=f"task: .*{said}"):
+            lm.generate_until([generation("def", **{"max_gen_toks": 9, **options})])
+
+
+@pytest.fixture(scope="module")
+def llama_with_bos(tokenizer_file, tmp_path_factory):
+    """A folder of a Llama whose bos and eos differ, with a tokenizer that puts the bos in front."""
+    transformers = pytest.importorskip("transformers", reason="transformers is optional")
+    from tokenizers import AddedToken
+    from tokenizers.processors import TemplateProcessing
+    tokenizer, folder = load_tokenizer(tokenizer_file), tmp_path_factory.mktemp("llama") / "hf"
+    tokenizer.add_special_tokens([AddedToken("<s>", special=True), AddedToken("</s>",
+                                                                              special=True)])
+    tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 320)])
+    config = transformers.LlamaConfig(**{**HF_SIZES, "vocab_size": 322, "head_dim": None,
+                                         "bos_token_id": 320, "eos_token_id": 321})
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({
+        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}),
+        encoding="utf-8")
+    return folder
+
+
+def test_bos_and_eos_stay_apart_through_import_and_export(llama_with_bos, tmp_path, transformers):
+    """The one begins, as the tokenizer's template has it, the other stops."""
+    run = huggingface.import_folder(llama_with_bos, tmp_path / "run").parent
+    huggingface.export_checkpoint(run, tmp_path / "again")
+    again = huggingface.import_folder(tmp_path / "again", tmp_path / "run2").parent
+    theirs = harness_lm(open_reference(llama_with_bos))
+    for lm in (harness_lm(open_run(run)), harness_lm(open_reference(tmp_path / "again")),
+               harness_lm(open_run(again))):
+        assert lm.prefix_token_id == 320 == theirs.prefix_token_id
+        for ours, expected in zip(lm.encode_pairs(PAIRS), theirs.encode_pairs(PAIRS)):
+            assert [part.tolist() for part in ours] == [part.tolist() for part in expected]
+    assert load_model(run)[1]["eot_id"] == 321  # what stops generation
+    config = read_json(tmp_path / "again" / "config.json")
+    assert (config["bos_token_id"], config["eos_token_id"]) == (320, 321)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "again")
+    assert (tokenizer.bos_token, tokenizer.eos_token) == ("<s>", "</s>")
+
+
+def test_export_drops_a_template_that_the_model_was_not_trained_with(make_run, tmp_path,
+                                                                     transformers):
+    from tokenizers.processors import TemplateProcessing
+    run = Path(shutil.copytree(make_run("learned"), tmp_path / "run"))
+    tokenizer = load_tokenizer(run / "tokenizer.json")
+    tokenizer.post_processor = TemplateProcessing(single="<|endoftext|> $A",
+                                                  special_tokens=[("<|endoftext|>", 0)])
+    tokenizer.save(str(run / "tokenizer.json"))
+    huggingface.export_checkpoint(run, tmp_path / "hf")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert theirs("The quick")["input_ids"] == open_run(run).encode(["The quick"], True)[0]
+
+
+@pytest.mark.parametrize("input", ("binary", "gf2", "learned"))
+def test_an_imported_checkpoint_has_a_digest(make_run, tmp_path, input):
+    """One flipped bit of its codebook would let two ids share a code."""
+    huggingface.export_checkpoint(make_run(input), tmp_path / "hf")
+    path = huggingface.import_folder(tmp_path / "hf", tmp_path / "run")
+    load_model(path)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match="sha256"):
+        load_model(path)
 
 
 REAL = os.environ.get("REFERENCE_MODEL")  # what ../shared/eval/make_reference_model.py builds

@@ -317,6 +317,29 @@ def test_attention_in_bfloat16_on_a_cpu(T):
     assert torch.equal(attend(q, k, v)[:, :, :T // 2], y[:, :, :T // 2])
 
 
+@pytest.mark.parametrize("spread", [0.1, 1, 2, 4, 16])  # of the scores before their softmax
+def test_attention_in_bfloat16_is_as_near_as_torchs(spread):
+    """Values and gradients of attend are at most twice as far from float64 as torch's kernel's."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(4, 2, 256, 4, 48, generator=generator).transpose(2, 3)
+    values[:2] *= math.sqrt(spread)
+    q, k, v, g = values.bfloat16()
+
+    def values_and_gradients(way, dtype):
+        given = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+        y = way(*given)
+        return [x.double() for x in (y, *torch.autograd.grad(y, given, g.to(dtype)))]
+
+    def torchs(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    exact = values_and_gradients(torchs, torch.float64)
+    theirs = values_and_gradients(torchs, torch.bfloat16)
+    ours = values_and_gradients(attend, torch.bfloat16)
+    for name, a, b, c in zip(("y", "dq", "dk", "dv"), ours, theirs, exact):
+        assert (a - c).norm() < 2 * (b - c).norm(), name
+
+
 def test_rms_norm_is_computed_in_float32():
     x = torch.randn(3, 28, generator=torch.Generator().manual_seed(0))
     norm = RMSNorm(28, 1e-5)

@@ -195,7 +195,7 @@ def test_sources_in_the_downloads_directory_are_the_users(tmp_path, prep):
 
 def test_only_fineweb_edus_shards_are_large(tmp_path, monkeypatch):
     monkeypatch.setattr(sources.shutil, "disk_usage", lambda path: SimpleNamespace(free=100))
-    meta = {"sources": ["hf://datasets/o/d@0/f.parquet"]}
+    meta = {"sources": ["hf://datasets/o/d@0/f.parquet"], "shards": [None]}
     args = SimpleNamespace(source=meta["sources"][0], keep_downloads=False, out=tmp_path)
     sources.check_space(meta, args)
     args.source = "fineweb-edu"
@@ -246,8 +246,10 @@ def test_a_wrong_source_is_one_line(flag, part, tmp_path, monkeypatch, prep):
 
 
 @pytest.mark.parametrize("flag", [
-    "--fraction=1", "--val_fraction=1", "--val_fraction=-1", "--workers=0", "--shards=3", "--stats",
-    "--max_documents=0", "--sourc=a"])
+    "--fraction=1", "--val_fraction=1", "--val_fraction=-1", "--val_fraction=nan", "--workers=0",
+    "--shards=3", "--shards=3:3", "--shards=3:2", "--stats", "--max_documents=0", "--sourc=a",
+    "--tokenizer=train:12", "--tokenizer=train:70000", "--tokenizer=train:", "--out=",
+    "--source=", "--text_column=", "--check="])
 def test_a_wrong_flag_exits_with_2(flag, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["prepare.py", flag])
     with pytest.raises(SystemExit) as error:
@@ -330,8 +332,8 @@ def test_max_documents_holds_for_training_a_tokenizer_too(tmp_path, prep):
     assert sum(len(documents(out, split)) for split in SPLITS) == 15
 
 
-def test_memory_does_not_grow_with_the_file(tmp_path):
-    """A row group of 40 MB and one of 160 MB: the main process and its workers stay as they are."""
+def peak_memory(tmp_path, *flags):
+    """Run prepare.py; return the most memory, in MiB, of the main process and of a worker."""
     # VmHWM, because ru_maxrss counts what this process had when it made that one; without the
     # stats, because they map the shards, and pages of a mapped file would count too.
     (tmp_path / "measure.py").write_text(
@@ -342,6 +344,15 @@ def test_memory_does_not_grow_with_the_file(tmp_path):
         "    status = open('/proc/self/status').read()\n"
         "    workers = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss\n"
         "    print(re.search(r'VmHWM:\\s*(\\d+)', status)[1], workers)\n")
+    result = subprocess.run([sys.executable, tmp_path / "measure.py", *flags], timeout=100,
+                            capture_output=True, text=True,
+                            env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert result.returncode == 0, result.stderr
+    return [int(kilobytes) / 1024 for kilobytes in result.stdout.split("\n")[-2].split()]
+
+
+def test_memory_does_not_grow_with_the_file(tmp_path):
+    """A row group of 40 MB and one of 160 MB: the main process and its workers stay as they are."""
     peaks = []
     for n in (20, 80):
         path = tmp_path / f"{n}.parquet"
@@ -349,15 +360,23 @@ def test_memory_does_not_grow_with_the_file(tmp_path):
         table = pa.table({"text": [word * (2_000_000 // 6) for word in words]})
         pq.write_table(table, path, row_group_size=n, use_dictionary=False, write_batch_size=1,
                        compression="none")  # pages of 1 MB
-        result = subprocess.run(
-            [sys.executable, tmp_path / "measure.py", f"--source={path}", "--tokenizer=utf16",
-             f"--out={tmp_path}/{n}", "--workers=2"],
-            capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=100)
-        assert result.returncode == 0, result.stderr
-        peaks.append([int(kilobytes) / 1024 for kilobytes in result.stdout.split("\n")[-2].split()])
+        peaks.append(peak_memory(tmp_path, f"--source={path}", "--tokenizer=utf16",
+                                 f"--out={tmp_path}/{n}", "--workers=2"))
         path.unlink()
     for before, after in zip(*peaks):
         assert after < before + 60 and after < 350, f"MiB: {peaks}"
+
+
+def test_a_document_takes_a_few_times_its_size(tmp_path, flags):
+    """Four of them for the text alone, where a character beyond the first 65,536 is in it."""
+    peaks = []
+    for size in (1, 25):
+        text = ("\n".join(texts_of(500, words=100)) + "🙂\n") * (10 * size)
+        (tmp_path / f"{size}.txt").write_text(text)
+        asked = flags(f"{size}.txt", out=size)
+        peaks.append(peak_memory(tmp_path, *asked, "--workers=1")[0])
+    grown = (tmp_path / "25.txt").stat().st_size - (tmp_path / "1.txt").stat().st_size
+    assert peaks[1] - peaks[0] < 9 * grown / 2**20, f"MiB: {peaks}, for {grown / 2**20:.0f} more"
 
 
 # Split
@@ -428,6 +447,57 @@ def test_another_preparation_in_the_same_directory_is_refused(tmp_path, tokenize
     assert contents(tmp_path / "out") == before
 
 
+def test_more_sources_are_added_to_what_is_done(tmp_path, flags, prep):
+    for name in "abc":
+        parquet(tmp_path / f"{name}.parquet", texts_of(60, seed=name))
+    clean = contents(prep(out="clean"))
+    prep("*.parquet", "--shards=0:1")
+    first = tmp_path / "out/train/00000.bin"
+    made = first.stat().st_mtime_ns
+    prep("*.parquet", "--shards=0:2")
+    assert contents(prep()) == clean and first.stat().st_mtime_ns == made
+    with pytest.raises(ValueError, match="prepared differently; sources"):
+        prep("*.parquet", "--shards=1:3")
+    with pytest.raises(ValueError, match="prepared differently; sources"):
+        prep("*.parquet", "--shards=0:2")
+    assert contents(tmp_path / "out") == clean
+
+
+def test_more_sources_would_train_another_tokenizer(tmp_path, prep):
+    for name in "ab":
+        parquet(tmp_path / f"{name}.parquet", texts_of(60, seed=name))
+    before = contents(prep("*.parquet", "--shards=0:1", tokenizer="train:300"))
+    with pytest.raises(ValueError, match="prepared differently; sources"):
+        prep(tokenizer="train:300")
+    assert contents(tmp_path / "out") == before
+
+
+def test_what_is_done_is_known_by_size_and_time(tmp_path, monkeypatch, prep):
+    """To hash it all for nothing would read hundreds of GB."""
+    parquet(tmp_path / "a.parquet", texts_of(60))
+    out = prep()
+    time.sleep(0.02)
+    (out / "meta.json").write_bytes((out / "meta.json").read_bytes())
+    hashed = []
+
+    def sha256_of(*paths, read=sources.sha256_of):
+        hashed.extend(Path(path).name for path in paths)
+        return read(*paths)
+
+    for module in (sources, shard_format):
+        monkeypatch.setattr(module, "sha256_of", sha256_of)
+    prep()
+    assert not hashed
+    run(f"--check={out}")
+    assert hashed == ["00000.bin", "00000.idx"]
+    source = (tmp_path / "a.parquet").read_bytes()
+    (tmp_path / "b.parquet").write_bytes(source[:100] + b"x" + source[101:])
+    os.utime(tmp_path / "b.parquet", (0, 0))  # an old file under the name of the source
+    (tmp_path / "b.parquet").replace(tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match="a.parquet: not the file that"):
+        prep()
+
+
 # Nothing lost
 
 def test_workers_and_batches_do_not_show(tmp_path, monkeypatch, prep):
@@ -496,6 +566,24 @@ def test_interrupt_is_one_line(moment, tmp_path, flags):
     time.sleep(0.05)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the workers too
     errors = process.communicate(timeout=20)[1]
+    assert errors == INTERRUPTED and process.returncode == 1
+
+
+@pytest.mark.parametrize("seconds", [0.005, 0.05])
+def test_interrupted_twice_it_still_ends(seconds, tmp_path, flags):
+    parquet(tmp_path / "a.parquet", texts_of(60_000, words=300))
+    process = spawn(*flags(), "--workers=2", stderr=subprocess.PIPE, start_new_session=True)
+    while not is_at_work(process, tmp_path / "out"):
+        assert process.poll() is None
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGINT)
+    time.sleep(seconds)
+    os.killpg(process.pid, signal.SIGINT)
+    try:
+        errors = process.communicate(timeout=20)[1]
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
     assert errors == INTERRUPTED and process.returncode == 1
 
 
@@ -652,6 +740,17 @@ def test_reader_checks_sizes_and_the_index(prepared):
     (prepared / "meta.json").write_text('{"format": 9}')
     with pytest.raises(ValueError, match="format 9; expected 1"):
         read_meta(prepared)
+
+
+def test_a_shard_keeps_nothing_mapped(prepared):
+    """Pages of a mapped file count as memory, and a corpus has hundreds of files."""
+    shards = open_shards(prepared, "train")
+    for shard in shards:
+        tokens, starts = shard.map()
+        shard.verify()
+        assert str(prepared / "train") in Path("/proc/self/maps").read_text()
+        del tokens, starts
+        assert str(prepared / "train") not in Path("/proc/self/maps").read_text()
 
 
 def test_offsets_are_64_bit():

@@ -2,10 +2,11 @@
 
 import json
 import random
+import subprocess
+import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 from preparing import (
     ROOT,
@@ -138,6 +139,45 @@ def test_long_runs_take_bounded_time(tmp_path, flags):
     assert len(documents(tmp_path / "out")) == 106 and time.monotonic() - start < 60
 
 
+@pytest.mark.parametrize("characters", [1, 7, 100])
+def test_the_ids_of_parts_are_those_of_the_whole(characters, tokenizer_path, monkeypatch):
+    monkeypatch.setattr(twin, "PART_CHARACTERS", characters)
+    draw, texts = random.Random(9), HARD + random_texts(600, seed=7)
+    draw.shuffle(texts)
+    joined = ["\n".join(texts[i:i + 9]) for i in range(0, len(texts), 9)]
+    joined += ["a\nb\n\nc \n d\n1\n'll\n\t2\n", "x\n" * 50]
+    assert sum(len(list(twin.cut(text))) for text in joined) > len(joined)
+    assert_same_ids(tokenizer_path, joined)
+
+
+@needs_shared
+def test_a_hash_hit_is_no_match():
+    """This word has the hash of " not" in splintr, which does not look further."""
+    word = "DLhCQwHGhUQYQsdbBkkfOuypeBJJzZsknQbDJGwJIxxXxto"
+    assert assert_same_ids(SMOLLM2, [f"A page with {word} in it.", f"{word} {word}", word]) > 100
+
+
+@needs_shared
+@pytest.mark.skipif(twin.FAST != "splintr", reason="of its cache")
+def test_a_worker_does_not_keep_long_runs(tmp_path):
+    """Its cache keeps them whole: unbroken runs of 100 kB, and real words between."""
+    code = ("import random, re, sys\n"
+            "from machinery import tokenizer, twin\n"
+            "def resident():\n"
+            "    return int(re.search(r'VmRSS:\\s*(\\d+)', open('/proc/self/status').read())[1])\n"
+            "words, draw = open('README.md').read(), random.Random(0)\n"
+            "smollm2 = tokenizer.load_tokenizer(sys.argv[1])\n"
+            "encode = twin.make_encoder(smollm2, twin.find_twin(smollm2))\n"
+            "for n in range(300):\n"
+            "    encode(words + ''.join(draw.choices('ACGT', k=100_000)))\n"
+            "    if n == 80:\n"
+            "        before = resident()\n"
+            "print(resident() - before)\n")
+    result = subprocess.run([sys.executable, "-c", code, SMOLLM2], cwd=ROOT, capture_output=True,
+                            text=True)
+    assert int(result.stdout) < 40_000, result.stderr
+
+
 def set_normalizer(tokenizer):
     tokenizer.normalizer = normalizers.NFC()
 
@@ -261,8 +301,7 @@ def test_truncation_and_padding_of_a_tokenizer_file_are_switched_off(
 
 
 @pytest.mark.parametrize("name, part", [
-    ("missing.json", "no such tokenizer"), ("train:12", "from 258 to 65536"),
-    ("train:70000", "from 258"), ("nonsense", "expected train:N"),
+    ("missing.json", "no such tokenizer"), ("nonsense", "expected train:N"),
     ("OWNER/NAME", "OWNER/REPOSITORY@REVISION"), ("bad.json", "not a tokenizer.json")])
 def test_a_wrong_tokenizer_is_one_line(name, part, tmp_path, monkeypatch, prep):
     monkeypatch.chdir(tmp_path)
@@ -271,6 +310,45 @@ def test_a_wrong_tokenizer_is_one_line(name, part, tmp_path, monkeypatch, prep):
     with pytest.raises((ValueError, FileNotFoundError), match=part) as error:
         prep(tokenizer=name)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("spelling", ["an added token", "a word of the vocabulary"])
+def test_an_end_of_text_that_text_can_spell_is_refused(spelling, tokenizer_path, tmp_path, prep):
+    """Its id would stand inside of documents."""
+    spec = json.loads(Path(tokenizer_path).read_text())
+    if spelling == "an added token":
+        spec["added_tokens"][0]["special"] = False
+    else:
+        spec["added_tokens"] = []
+        spec["model"]["ignore_merges"] = True
+        spec["pre_tokenizer"] = {"type": "ByteLevel", "add_prefix_space": False,
+                                 "trim_offsets": False, "use_regex": False}
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(spec))
+    parquet(tmp_path / "a.parquet", ["a <|endoftext|> b", EOT])
+    with pytest.raises(ValueError, match=r"<\|endoftext\|> in a text becomes id 0") as error:
+        prep(tokenizer=path)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["train:300", "utf16"])
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(b"{}")])
+def test_a_lost_tokenizer_is_made_again(damage, name, tmp_path, prep):
+    parquet(tmp_path / "a.parquet", texts_of(50))
+    out = prep(tokenizer=name)
+    before = contents(out)
+    damage(out / "tokenizer.json")
+    assert contents(prep(tokenizer=name)) == before
+
+
+def test_a_lost_tokenizer_of_other_documents_is_not_replaced(tmp_path, prep):
+    parquet(tmp_path / "a.parquet", texts_of(50))
+    out = prep(tokenizer="train:300")
+    (out / "tokenizer.json").unlink()
+    parquet(tmp_path / "a.parquet", texts_of(90, seed=1))
+    with pytest.raises(ValueError, match="choose another --out"):
+        prep(tokenizer="train:300")
+    assert not (out / "tokenizer.json").exists()
 
 
 def test_utf16_is_lossless(tmp_path, flags, prep):
@@ -304,9 +382,3 @@ def test_the_alphabet_is_tokenizers_own():
     text = (ROOT / "prepare.py").read_text() + "é漢🙂"
     [(spelled, _)] = pre_tokenizers.ByteLevel(False, use_regex=False).pre_tokenize_str(text)
     assert bytes(twin.BYTES[character] for character in spelled) == text.encode()
-
-
-def test_joined_ids_are_little_endian_uint16():
-    from prepare import join_ids
-    ids = join_ids([np.array([1, 0xFFFF], np.uint32), np.array([2], np.uint32)])
-    assert ids == b"\x01\x00\xff\xff\x02\x00" and join_ids([]) == b""

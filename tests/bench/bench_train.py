@@ -7,7 +7,8 @@ nanoGPT's manner.
                                                     ours sets its allocator as train.py does, the
                                                     peers do not; seconds and peak memory
     python tests/bench/bench_train.py attention S   kernels.attend beside torch's own kernel, a
-                                                    layer forward and backward
+                                                    layer forward and backward: time, and error
+                                                    against float64
 
 A step is forward, backward and fused AdamW at batch B x T on random tokens, BF16 autocast, no
 clipping. S: 6 x 384, FFN 1024, V 3072, 16 x 256. M: 12 x 768, FFN 2048, V 49,152, 4 x 512. The
@@ -185,6 +186,29 @@ def attention(size, repeats):
     return {name: statistics.median(values[2:]) for name, values in seconds.items()}
 
 
+def attention_errors(size, spread):
+    """Return {way: the relative errors of y, dq, dk, dv} where scores spread by about spread."""
+    shape = size["batch"], size["block_size"], size["n_head"], size["n_embd"] // size["n_head"]
+    values = torch.randn(4, *shape, generator=torch.Generator().manual_seed(0)).transpose(2, 3)
+    values[:2] *= spread**0.5
+    q, k, v, g = values.bfloat16()
+
+    def run(way, dtype):
+        given = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+        y = way(*given)
+        return [x.detach().double() for x in (y, *torch.autograd.grad(y, given, g.to(dtype)))]
+
+    def torchs(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    exact = run(torchs, torch.float64)
+    errors = {}
+    for name, way in (("torch", torchs), ("attend", attend)):
+        pairs = zip(run(way, torch.bfloat16), exact)
+        errors[name] = [((a - b).norm() / b.norm()).item() for a, b in pairs]
+    return errors
+
+
 def one(size, name, repeats):
     if name.startswith("ours"):
         machine.tune_allocator()
@@ -200,6 +224,12 @@ def show_attention(size, names, repeats):
     for name, seconds in result.items():
         ratio = result["torch"] / seconds
         print(f"{name:24} {1000 * seconds:7.1f} ms  {ratio:5.2f} x torch")
+    for spread in (1, 4, 16):
+        for name, errors in attention_errors(SIZES[size], spread).items():
+            y, dq, dk, dv = errors
+            listed = f"y {y:.4f}  dq {dq:.4f}  dk {dk:.4f}  dv {dv:.4f}"
+            print(f"{name:24} scores spread by {spread:2}: relative error of {listed}")
+            result[f"{name}_errors_{spread}"] = errors
     return result
 
 
