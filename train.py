@@ -146,6 +146,7 @@ class WindowSampler:
         self.block_size, self.seed = block_size, seed
         self.windows_per_visit = windows_per_visit
         self.visits = {}  # stream -> (visit, tokens, starts): each stream keeps one shard mapped
+        self.verified = set()
         if not self.shards:
             documents = sum(shard.documents for shard in shards)
             longest = max((shard.longest for shard in shards), default=0)
@@ -165,6 +166,9 @@ class WindowSampler:
         n, T = len(self.shards), self.block_size
         order = uniforms(self.seed, stream, SHARD_ORDER, visit // n, n).argsort()
         shard = self.shards[order[visit % n]]
+        if shard not in self.verified:  # once: its sha256 is what the experiment is known by
+            shard.verify()
+            self.verified.add(shard)
         tokens, starts = shard.map()  # mapped anew: a long-lived mapping looks like a leak
         lengths = np.diff(starts)
         eligible = np.flatnonzero(lengths > T)
@@ -239,21 +243,24 @@ def unigram_entropy(shards, vocab_size, limit=50_000_000):
 
 def load_validation(args, rank, world_size, say):
     """Return this process's part of the fixed validation windows, (inputs, targets, bytes of text
-    per target); None if there are none. They depend on the data alone, not on the seed, so the
-    losses of any two runs can be compared."""
+    per target); None if there are none.
+
+    They are the first eval_windows of one sequence that depends on the data and block_size alone,
+    not on the seed, so the losses of any two runs can be compared.
+    """
     shards = [shard for shard in open_shards(args.data, "val") if shard.longest > args.block_size]
     if not shards:
         say(f"no evaluation: {args.data} has no validation document of more than "
             f"{args.block_size} tokens")
         return None
-    sampler = WindowSampler(shards, args.block_size, seed=0,
-                            windows_per_visit=-(-args.eval_windows // len(shards)))
+    sampler = WindowSampler(shards, args.block_size, seed=0, windows_per_visit=1)
     inputs, targets = sampler.batch([(0, w) for w in range(args.eval_windows)])
     sizes = token_bytes(load_tokenizer(Path(args.data) / "tokenizer.json"))
     bytes_per_target = sizes[targets.numpy()].mean().item()
-    # Equal shares, for a sharded model runs everywhere or nowhere: rows that fill up do not count.
-    n = len(inputs)
-    rows = torch.arange(rank, -(-n // world_size) * world_size, world_size)
+    # Equal shares, for a sharded model runs everywhere or nowhere, and whole micro-batches, so that
+    # a compiled one sees one shape: rows that fill up do not count.
+    n, unit = len(inputs), world_size * args.micro_batch
+    rows = torch.arange(rank, -(-n // unit) * unit, world_size)
     counts = (rows < n)[:, None]
     return inputs[rows % n], targets[rows % n].where(counts, -1), bytes_per_target
 

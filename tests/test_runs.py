@@ -186,6 +186,22 @@ def test_checkpoints_hold_plain_values_only(straight):
         checkpoints.scatter_state(Decoder(ModelConfig(**state["model_config"])), None, state)
 
 
+def test_a_checkpoint_has_its_name_only_when_it_is_whole_and_on_the_disk(tmp_path, monkeypatch):
+    names, original = [], os.fsync
+
+    def fsync(file):
+        original(file)
+        names.append(sorted(path.name for path in tmp_path.iterdir()))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    for step in (1, 2):
+        checkpoints.save_checkpoint(tmp_path, step, keep=1)
+    first, second = "step-00000001.pt", "step-00000002.pt"
+    aside = [["step-00000001.tmp"], [first, "step-00000002.tmp"]]
+    assert names == [aside[0], [first], aside[1], [first, second]]
+    assert [path.name for path in list_checkpoints(tmp_path)] == [second]
+
+
 def test_keep_and_keep_every(tmp_path):
     for step in range(1, 13):
         checkpoints.save_checkpoint(tmp_path, step, keep=2, keep_every=5)
@@ -515,8 +531,17 @@ def test_a_signal_to_a_sweep_is_passed_on_and_its_save_waited_for(data_dir, fork
     ("--micro_batch=0", "1 or more"), ("--keep=0", "1 or more"), ("--device=mps", "expected cpu"),
     ("--warmup_steps=999 --decay_steps=10", "at most decay_steps=10"),
     ("--max_targets=1.5", "max_targets"), ("--max_targets=inf", "max_targets"),
-    ("--min_lr=1", "min_lr <= max_lr"), ("--compile=maybe", "invalid boolean value"),
-    ("--parallel=tp", "invalid choice")])
+    ("--min_lr=1", "min_lr <= max_lr"), ("--max_lr=inf", "max_lr=inf"), ("--max_lr=nan", "max_lr"),
+    ("--targets_per_second=nan", "targets_per_second=nan"), ("--timeout=1e9", "timeout"),
+    (f"--timeout={10**9}", "timeout=1000000000: expected at most"), ("--seed=-1", "0 or more"),
+    (f"--seed={2**64}", "expected at most 18446744073709551615"), ("--device=cuda", "no CUDA"),
+    ("--device=cpu:1", "expected cpu"), ("--device=", "expected cpu"),
+    ("--input=gf2 --code_seed=-1", "code_seed=-1: expected 0"),
+    (f"--input=random --code_seed={2**32}", "code_seed=4294967296: expected 0"),
+    ("--input=gf2 --code_offset=zz", "code_offset=zz"),
+    ("--input=gf2 --code_offset=fff", "hexadecimal number below 0x200"),
+    ("--input=gf2 --vocab_size=100 --n_embd=28", "no invertible 7 x 7 matrix"),
+    ("--compile=maybe", "invalid boolean value"), ("--parallel=tp", "invalid choice")])
 def test_wrong_flags(data_dir, tmp_path, monkeypatch, capsys, argv, message):
     whole = ["train.py", *flags(data_dir, tmp_path / "out"), *argv.split()]
     monkeypatch.setattr(sys, "argv", whole)
@@ -562,6 +587,25 @@ def test_swapped_shards(spoiled, tmp_path, monkeypatch):
     meta = json.loads((spoiled / "meta.json").read_text())
     path.write_bytes((other.read_bytes() * 2)[:2 * meta["shards"][0]["train"]["tokens"]])
     with pytest.raises(ValueError, match="index does not belong"):
+        run_here(monkeypatch, spoiled, tmp_path / "out", max_targets=100_000)
+
+
+def test_swapped_shards_of_equal_documents(spoiled, tmp_path, monkeypatch):
+    """The same sizes and lengths, other tokens: only the sha256 can tell. Validation's too."""
+    path = spoiled / "val" / "00001.bin"
+    content = bytearray(path.read_bytes())
+    content[0] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="val/00001.bin: its sha256 is not the one in meta.json"):
+        run_here(monkeypatch, spoiled, tmp_path / "out", max_targets=100_000)
+    assert not (tmp_path / "out").exists()
+    content[0] ^= 1
+    path.write_bytes(content)
+    path = spoiled / "train" / "00002.bin"
+    content = bytearray(path.read_bytes())
+    content[0] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="train/00002.bin: its sha256 is not the one"):
         run_here(monkeypatch, spoiled, tmp_path / "out", max_targets=100_000)
 
 
