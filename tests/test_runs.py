@@ -540,7 +540,7 @@ def test_a_signal_to_a_sweep_is_passed_on_and_its_save_waited_for(data_dir, fork
     (f"--input=random --code_seed={2**32}", "code_seed=4294967296: expected 0"),
     ("--input=gf2 --code_offset=zz", "code_offset=zz"),
     ("--input=gf2 --code_offset=fff", "hexadecimal number below 0x200"),
-    ("--input=gf2 --vocab_size=100 --n_embd=28", "no invertible 7 x 7 matrix"),
+    ("--input=gf2 --vocab_size=16", "no invertible 4 x 4 matrix"),
     ("--compile=maybe", "invalid boolean value"), ("--parallel=tp", "invalid choice")])
 def test_wrong_flags(data_dir, tmp_path, monkeypatch, capsys, argv, message):
     whole = ["train.py", *flags(data_dir, tmp_path / "out"), *argv.split()]
