@@ -375,7 +375,7 @@ def environment(**changes):
 
 
 def test_a_notebooks_back_end_does_not_matter(six_runs, tmp_path):
-    notebook = environment(MPLBACKEND="module://not_a_module.backend_inline")
+    notebook = environment(MPLBACKEND="module://matplotlib_inline.backend_inline")
     done = command(*six_runs, f"--out={tmp_path}/c", env=notebook)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "c/gap.png").exists()
