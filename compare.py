@@ -122,11 +122,13 @@ def read_values(scores, tasks, metric):
     for task in tasks:
         docs = scores["tasks"][task]["docs"]
         for doc_id, value in zip(docs["doc_id"], docs.get(metric, ())):
-            if value is not None and metric == "bits_per_byte":
-                nats, n_bytes = value
-                values[task, doc_id] = -nats / math.log(2), n_bytes
-            elif value is not None:
-                values[task, doc_id] = value, 1
+            if value is None and metric == "loglikelihood":
+                continue  # of a right answer that this document does not have
+            value, weight = value if metric == "bits_per_byte" else (value, 1)
+            value = math.nan if value is None else value  # in JSON null is what is not finite
+            if metric == "bits_per_byte":
+                value = -value / math.log(2)
+            values[task, doc_id] = value, weight
     return values
 
 

@@ -87,15 +87,17 @@ def read_run(path):
     if not (path / "config.json").exists():
         raise FileNotFoundError(f"{path}: no config.json; name run directories that train.py wrote")
     config, rows = read_json(path / "config.json"), read_json(path / "log.jsonl")
-    scores = sorted(path.glob("heldout-*.json"))
+    # Names of scores of other data end in -dataSHA256; that of none but the usual settings is last.
+    scores = [file for file in sorted(path.glob("heldout-*.json")) if "-data" not in file.name]
     heldout = read_json(scores[-1]) if scores else {"step": 0, "documents": [], "loss": 0,
                                                     "bits_per_byte": 0, "dtype": ""}
     again = f"python evaluate.py score {path}"
     with explained(path, "expected what train.py and evaluate.py score write"):
         run = gather(path, config, rows, heldout)
         done, scored = max(row["targets"] for row in rows), heldout["step"] * run["per_step"]
-        left, figures = config["max_targets"] - done, [heldout["loss"], heldout["bits_per_byte"]]
-        finite = np.isfinite([*figures, *run["documents"].flat]).all()
+        left = config["max_targets"] - done
+        figures = np.array([heldout["loss"], heldout["bits_per_byte"]], float)
+        finite = np.isfinite(figures).all() and np.isfinite(run["documents"]).all()
     if left > 0 or scored != done:
         raise ValueError(f"{path}: {done:,} of {config['max_targets']:,} targets trained, "
                          f"{scored:,} at its held-out score; finish it with train.py --resume, "
@@ -124,7 +126,7 @@ def gather(path, config, rows, heldout):
 def check_data(run, again):
     """Raise ValueError unless the held-out score is of the data that the run was trained on."""
     config, heldout = run["config"], run["heldout"]
-    found = heldout.get("data_fingerprint")
+    found = heldout.get("data_sha256")
     if found is None and heldout["data"] == config["data"]:
         return  # an older score, which names its data by path only
     if found is None:

@@ -291,9 +291,11 @@ def strict(text):
     return json.loads(text, parse_constant=refuse)
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("metric, task", [("loglikelihood", "piqa"), ("acc", "piqa"),
-                                          ("bits_per_byte", "wikitext"), ("acc", "mmlu_x")])
+@pytest.mark.parametrize("metric, task, bad", [
+    ("loglikelihood", "piqa", math.nan), ("loglikelihood", "piqa", -math.inf),
+    ("acc", "piqa", math.nan), ("acc", "piqa", None), ("acc", "mmlu_x", math.nan),
+    ("bits_per_byte", "wikitext", math.nan), ("bits_per_byte", "wikitext", -math.inf),
+    ("bits_per_byte", "wikitext", None)])  # None: as JSON has what is not finite
 def test_a_score_that_is_not_finite_gives_no_p_value(write, monkeypatch, capsys, metric, task, bad):
     first, other = scores(), scores("b", seed=1)
     files = write("a", first), write("b", other)
@@ -313,6 +315,17 @@ def test_a_score_that_is_not_finite_gives_no_p_value(write, monkeypatch, capsys,
     text = output(monkeypatch, capsys, *files)
     assert f"NOTE: b: {metric} of {row} is not finite in 1 of" in text
     assert "nan" not in text and "inf" not in text
+
+
+def test_documents_without_a_right_answer_are_left_out(write, monkeypatch, capsys):
+    files = [scores(), scores("b", seed=1)]
+    for file in files:
+        file["tasks"]["piqa"]["docs"]["loglikelihood"][7] = None
+    found = strict(output(monkeypatch, capsys, write("a", files[0]), write("b", files[1]),
+                          "--format=json"))
+    tests = {(t["task"], t["metric"]): t for t in found["pairs"][0]["tests"]}
+    assert tests["piqa", "loglikelihood"]["n"] == 199 and tests["piqa", "acc"]["n"] == 200
+    assert tests["piqa", "loglikelihood"]["p"] is not None
 
 
 def test_a_metric_that_is_not_finite_is_marked(write, monkeypatch, capsys):

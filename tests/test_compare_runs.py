@@ -267,7 +267,7 @@ def test_gap_against_depth(tmp_path):
         compare.compare_runs(paths[:-2], by="n_layer")
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, None])  # None: as JSON has it
 @pytest.mark.parametrize("where", ["loss", "bits_per_byte", "nats"])
 def test_a_held_out_score_that_is_not_finite_is_refused(six_runs, where, bad):
     path = six_runs[4] / "heldout-00000010.json"
@@ -321,10 +321,24 @@ def test_by_a_field_of_words(tmp_path):
 def test_scores_of_other_data_are_refused(six_runs):
     """Documents of other data may have the same lengths, and be as many."""
     for path in six_runs:
-        edit(path / "heldout-00000010.json", data_fingerprint="f" * 64)
+        edit(path / "heldout-00000010.json", data_sha256="f" * 64)
     assert len(compare.compare_runs(six_runs)["groups"]) == 2
-    edit(six_runs[4] / "heldout-00000010.json", data_fingerprint="0" * 64)
+    edit(six_runs[4] / "heldout-00000010.json", data_sha256="0" * 64)
     with pytest.raises(ValueError, match="binary-s2.* held-out score is of other data.*000000"):
+        compare.compare_runs(six_runs)
+
+
+def test_the_score_of_the_runs_own_data_is_taken(six_runs):
+    """Beside it may lie those of other data, dtypes and lengths, named by them."""
+    before = compare.compare_runs(six_runs)["groups"]
+    own = six_runs[4] / "heldout-00000010.json"
+    for name in ("heldout-00000010-bfloat16", "heldout-00000010-data01234567"):
+        (own.parent / f"{name}.json").write_text(own.read_text())
+        edit(own.parent / f"{name}.json", loss=9.0, dtype="bfloat16", data_sha256="0" * 64)
+    assert compare.compare_runs(six_runs)["groups"] == before
+    own.unlink()
+    (own.parent / "heldout-00000010-bfloat16.json").unlink()
+    with pytest.raises(ValueError, match=" 0 at its held-out score"):
         compare.compare_runs(six_runs)
 
 
