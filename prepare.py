@@ -379,14 +379,19 @@ def interrupt(number, frame):
     raise KeyboardInterrupt
 
 
-if __name__ == "__main__":
+def command():
+    """Run main; end what is no mistake of ours in one line and exit code 1."""
     replace_in_console()
     signal.signal(signal.SIGINT, interrupt)
     try:
-        sys.exit(main())
+        main()
     except BrokenExecutor:
         sys.exit("prepare.py: a worker died, perhaps for want of memory; try fewer --workers")
     except (ValueError, OSError, MemoryError) as error:
         sys.exit(f"prepare.py: {explain(error)}")
     except KeyboardInterrupt:
         sys.exit("prepare.py: interrupted; run the same command again to go on")
+
+
+if __name__ == "__main__":
+    command()

@@ -4,6 +4,7 @@ Used by train.py and evaluate.py.
 """
 
 import contextlib
+import errno
 import hashlib
 import os
 import pickle
@@ -58,6 +59,10 @@ def read_checkpoint(path):
         return torch.load(path, map_location="cpu", weights_only=True)
     except MemoryError:
         raise OSError(f"{path}: cannot be read: not enough memory") from None
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        raise ValueError(damaged(path, "it is cut short")) from None  # a seek before its start
     except (RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError) as error:
         if whole or any(words in str(error) for words in NO_MEMORY):
             raise OSError(f"{path}: cannot be read: {first_line(error)}") from None

@@ -34,27 +34,34 @@ def fetch(name, downloads, keep, in_part=False):
         return download(name, Path(downloads) / Path(urlsplit(name).path).name)
     if not name.startswith("hf://"):
         return name
-    match = HUB_NAME.fullmatch(name)
-    if not match:
-        raise ValueError(f"{name}: expected hf://[datasets/]OWNER/REPOSITORY@REVISION/PATH")
+    kind, repository, revision, path = parse_hub_name(name)
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     import huggingface_hub as hub
-    kind, repository, revision, path = match.groups()
-    # As others spell it: with %2F for the slash, and ~parquet for the hub's own conversion.
-    revision = re.sub("^~", "refs/convert/", unquote(revision))
     where = {"repo_id": repository, "filename": path, "revision": revision,
-             "repo_type": "dataset" if kind else "model"}
+             "repo_type": kind}
     try:
         cached = hub.try_to_load_from_cache(**where)
         if isinstance(cached, str):
             return cached
         if in_part and name.endswith(".parquet"):
-            name_there = f"{kind or ''}{repository}@{quote(revision, safe='')}/{path}"
+            folder = "datasets/" if kind == "dataset" else ""
+            name_there = f"{folder}{repository}@{quote(revision, safe='')}/{path}"
             return hub.HfFileSystem().open(name_there, block_size=1 << 20)
         return hub.hf_hub_download(**where, local_dir=None if keep else downloads)
     except Exception as error:  # the hub's, httpx's and the system's: the network's or the user's
         raise ValueError(f"{name}: cannot be fetched: {first_line(error)}") from None
+
+
+def parse_hub_name(name):
+    """Return (kind of repository, OWNER/REPOSITORY, revision, path) of an hf:// name."""
+    match = HUB_NAME.fullmatch(name)
+    if not match:
+        raise ValueError(f"{name}: expected hf://[datasets/]OWNER/REPOSITORY@REVISION/PATH")
+    folder, repository, revision, path = match.groups()
+    # As others spell it: with %2F for the slash, and ~parquet for the hub's own conversion.
+    revision = re.sub("^~", "refs/convert/", unquote(revision))
+    return "dataset" if folder else "model", repository, revision, path
 
 
 def download(url, path):

@@ -12,6 +12,7 @@ import warnings
 from pathlib import Path
 
 AGAIN = "nothing is lost; run the same command again"
+NO_PLACE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)  # to write in
 ADVICE = {
     errno.ENOSPC: "the disk is full; make room and run the same command again",
     errno.EDQUOT: "the disk quota is used up; make room and run the same command again",
@@ -45,11 +46,10 @@ def explain(error):
     if isinstance(error, MemoryError):
         return f"{ADVICE[errno.ENOMEM]}{f' ({first_line(error)})' if str(error) else ''}"
     number = getattr(error, "errno", None)
-    if number is None:
-        return first_line(error)
-    where = f"{error.filename}: " if error.filename else ""
+    where = f"{error.filename}: " if number and error.filename else ""
     advice = f"; {ADVICE[number]}" if number in ADVICE else ""
-    return f"{where}{os.strerror(number)}{advice}"
+    told = f"{where}{os.strerror(number)}{advice}" if number else str(error)
+    return " ".join(told.splitlines())  # a file's name may have two
 
 
 def replace_in_console():
@@ -117,6 +117,8 @@ def only_process_in(folder, stage):
         raise ValueError(f"{folder}: another {stage} is at work here; choose another --out, or "
                          "wait") from None
     except (OSError, NotImplementedError) as error:
+        if getattr(error, "errno", None) in NO_PLACE:
+            raise
         print(f"{folder}: cannot be locked ({first_line(error)}); see to it that no other {stage} "
               "is at work here", file=sys.stderr, flush=True)
     try:

@@ -127,7 +127,8 @@ def size_row(group):
     n = group["parameters"] or {}
     keys = ("input", "body", "head", "trainable", "buffers")
     counts = [f"{n[key]:,}" if key in n else "-" for key in keys]
-    return [group["name"], *counts, f"{group['targets_per_second']:,.0f}"]
+    speed = group["targets_per_second"]
+    return [group["name"], *counts, "-" if speed is None else f"{speed:,.0f}"]
 
 
 def describe_runs(result, markdown):

@@ -429,23 +429,33 @@ def test_hub_shards_and_tokenizer(hub, server, tokenizer_path, tmp_path):
     assert_one_line(missing, "train-00002-of-00234.parquet", "cannot be fetched")
 
 
-@pytest.mark.parametrize("revision", [
-    "refs/convert/parquet", "refs%2Fconvert%2Fparquet", "~parquet", "refs/pr/7", "v1.0"])
-def test_a_revision_may_be_a_path(revision, hub, server, tmp_path):
-    data = server.files["default/train/0.parquet"] = server.files[FILE.format(0)]
-    source = f"--source=hf://datasets/o/n@{revision}/default/train/0.parquet"
-    result = hub("--tokenizer=utf16", f"--out={tmp_path}/out", source)
-    assert result.returncode == 0, result.stderr
-    assert entries(tmp_path / "out")[0]["sha256"] == hashlib.sha256(data).hexdigest()
-    asked = {path for method, path, *_ in server.log if "resolve" in path}
-    assert not asked, "the whole path was taken for the revision"
-    revisions = {"~parquet": "refs/convert/parquet"}
-    wanted = revisions.get(revision, revision.replace("%2F", "/"))
-    assert server.revisions == {wanted.replace("/", "%2F")}
-    result = hub(f"--tokenizer=o/t@{revision}", f"--out={tmp_path}/few", source,
-                 "--max_documents=9")
-    assert result.returncode == 0, result.stderr
-    assert server.revisions == {wanted.replace("/", "%2F")}
+@pytest.mark.parametrize("name, parsed", [
+    ("hf://datasets/o/n@refs/convert/parquet/d/0.parquet", ("refs/convert/parquet", "d/0.parquet")),
+    ("hf://datasets/o/n@refs%2Fconvert%2Fparquet/d/0.txt", ("refs/convert/parquet", "d/0.txt")),
+    ("hf://datasets/o/n@~parquet/d/0.parquet", ("refs/convert/parquet", "d/0.parquet")),
+    ("hf://datasets/o/n@refs/pr/7/a.jsonl", ("refs/pr/7", "a.jsonl")),
+    ("hf://datasets/o/n@v1.0/refs/a.jsonl", ("v1.0", "refs/a.jsonl")),
+    ("hf://datasets/o/n@refs/heads/main/a.jsonl", ("refs", "heads/main/a.jsonl"))])
+def test_a_revision_may_be_a_path(name, parsed):
+    assert downloads.parse_hub_name(name) == ("dataset", "o/n", *parsed)
+    parsed_model = downloads.parse_hub_name(name.replace("datasets/", ""))
+    assert parsed_model == ("model", "o/n", *parsed)
+
+
+@pytest.mark.parametrize("name", ["hf://o/n/a.txt", "hf://datasets/o/n@v1", "hf://o@v1/a.txt"])
+def test_a_name_of_no_file_of_the_hub_is_refused(name):
+    with pytest.raises(ValueError, match="expected hf://"):
+        downloads.parse_hub_name(name)
+
+
+def test_the_hub_is_asked_for_that_revision(hub, server, tmp_path):
+    data = server.files["d/0.parquet"] = server.files[FILE.format(0)]
+    flags = "--source=hf://datasets/o/n@~parquet/d/0.parquet", "--tokenizer=o/t@refs/convert/it"
+    for out, more in (("all", "--max_documents=9"), ("few", "--keep_downloads")):
+        result = hub(*flags, f"--out={tmp_path}/{out}", more)
+        assert result.returncode == 0, result.stderr
+    assert entries(tmp_path / "few")[0]["sha256"] == hashlib.sha256(data).hexdigest()
+    assert server.revisions == {"refs%2Fconvert%2Fparquet", "refs%2Fconvert%2Fit"}
 
 
 @pytest.mark.parametrize("keep", ["--keep_downloads", "--val_fraction=0"])

@@ -528,9 +528,14 @@ def test_killed_at_any_moment_and_run_again(tmp_path, flags):
     assert contents(tmp_path / "out") == contents(tmp_path / "clean") and cut
 
 
-def test_workers_do_not_outlive_a_killed_run(tmp_path, flags):
-    parquet(tmp_path / "a.parquet", texts_of(60_000, words=300))
-    process = spawn(*flags(), "--workers=2")
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """A source that takes seconds."""
+    return parquet(tmp_path_factory.mktemp("large") / "a.parquet", texts_of(60_000, words=300))
+
+
+def test_workers_do_not_outlive_a_killed_run(large, tmp_path, flags):
+    process = spawn(*flags(), f"--source={large}", "--workers=2")
     deadline = time.monotonic() + 20
     # two of the descendants are Python's own
     while not list(tmp_path.glob("out/train/*.tmp")) or len(descendants(process.pid)) < 4:
@@ -557,9 +562,9 @@ def is_at_work(process, out):
 
 
 @pytest.mark.parametrize("moment", [has_started, starts_workers, is_at_work])
-def test_interrupt_is_one_line(moment, tmp_path, flags):
-    parquet(tmp_path / "a.parquet", texts_of(60_000, words=300))
-    process = spawn(*flags(), "--workers=2", stderr=subprocess.PIPE, start_new_session=True)
+def test_interrupt_is_one_line(moment, large, tmp_path, flags):
+    process = spawn(*flags(), f"--source={large}", "--workers=2", stderr=subprocess.PIPE,
+                    start_new_session=True)
     while not moment(process, tmp_path / "out"):
         assert process.poll() is None
         time.sleep(0.01)
@@ -570,9 +575,9 @@ def test_interrupt_is_one_line(moment, tmp_path, flags):
 
 
 @pytest.mark.parametrize("seconds", [0.005, 0.05])
-def test_interrupted_twice_it_still_ends(seconds, tmp_path, flags):
-    parquet(tmp_path / "a.parquet", texts_of(60_000, words=300))
-    process = spawn(*flags(), "--workers=2", stderr=subprocess.PIPE, start_new_session=True)
+def test_interrupted_twice_it_still_ends(seconds, large, tmp_path, flags):
+    process = spawn(*flags(), f"--source={large}", "--workers=2", stderr=subprocess.PIPE,
+                    start_new_session=True)
     while not is_at_work(process, tmp_path / "out"):
         assert process.poll() is None
         time.sleep(0.01)
@@ -724,7 +729,8 @@ def test_reader_needs_no_network_library(prepared):
     assert subprocess.run([sys.executable, "-c", code, prepared], cwd=ROOT).returncode == 0
 
 
-def test_reader_checks_sizes_and_the_index(prepared):
+def test_reader_checks_sizes_and_the_index(prepared, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     tokens, starts = open_shards(prepared, "train")[0].map()
     assert tokens.dtype == np.uint16 and starts.dtype == np.int64 and not tokens.flags.writeable
     os.truncate(prepared / "val/00002.bin", 4)
@@ -736,8 +742,13 @@ def test_reader_checks_sizes_and_the_index(prepared):
     index.tofile(prepared / "train/00000.idx")
     with pytest.raises(ValueError, match="index does not belong"):
         open_shards(prepared, "train")[0].map()
-    with pytest.raises(FileNotFoundError, match="no prepared data"):
-        read_meta(prepared / "train")
+    for name, advice in (("data/stdlib", "run python prepare.py (or"),
+                         ("data/fineweb-edu", "prepare.py --source=fineweb-edu --shards=0:10 (or"),
+                         ("x/fineweb-edu", "=fineweb-edu --shards=0:10 --out=x/fineweb-edu (or"),
+                         ("x/mine", "prepare.py --out=x/mine, with --source=FILES unless")):
+        with pytest.raises(FileNotFoundError, match="no prepared data") as error:
+            read_meta(name)
+        assert advice in str(error.value)
     (prepared / "meta.json").write_text('{"format": 9}')
     with pytest.raises(ValueError, match="format 9; expected 1"):
         read_meta(prepared)

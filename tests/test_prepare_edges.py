@@ -12,10 +12,12 @@ import pyarrow.parquet as pq
 import pytest
 from preparing import (
     ROOT,
+    assert_is_line,
     assert_one_line,
     command,
     contents,
     decoded,
+    end_of,
     entries,
     final_names,
     parquet,
@@ -108,8 +110,7 @@ def test_each_cause_ends_in_one_line(cause, parts, tmp_path, flags):
     cause(tmp_path)
     has_tokenizer = (tmp_path / "tokenizer.json").exists()
     tokenizer = tmp_path / "tokenizer.json" if has_tokenizer else "utf16"
-    result = command(*flags("a.parquet", tokenizer=tokenizer))
-    assert_one_line(result, *parts)
+    assert_is_line(end_of(*flags("a.parquet", tokenizer=tokenizer)), *parts)
     assert not final_names(tmp_path / "out")
 
 
@@ -171,17 +172,15 @@ def test_the_default_directory_is_named_by_the_source(source, out, monkeypatch):
 @pytest.mark.parametrize("name", [b"caf\xe9.parquet", b"[x] 'y' \n.parquet", "漢.jsonl".encode()])
 def test_a_source_may_have_any_name(name, tmp_path, flags):
     """Such as one that is not UTF-8: os.fsdecode gives it a place in str."""
-    path = os.fsencode(tmp_path) + b"/" + name
-    if name.endswith(b".jsonl"):
-        Path(os.fsdecode(path)).write_text('{"text": "one"}\n')
+    name = os.fsdecode(name)
+    if name.endswith(".jsonl"):
+        (tmp_path / name).write_text('{"text": "one"}\n')
     else:
-        parquet(tmp_path / "a.parquet", ["one"]).rename(os.fsdecode(path))
-    result = command(*flags(os.fsdecode(name)), PYTHONIOENCODING="ascii")
-    assert result.returncode == 0, result.stderr
+        parquet(tmp_path / "a.parquet", ["one"]).rename(tmp_path / name)
+    assert end_of(*flags(name)) == end_of(*flags(name)) == "", "found again by its name"
     assert decoded(tmp_path / "out") == ["one"]
-    assert command(*flags(os.fsdecode(name))).returncode == 0, "found again by its name"
-    Path(os.fsdecode(path)).write_bytes(b"damaged")
-    assert_one_line(command(*flags(os.fsdecode(name), out="x"), PYTHONIOENCODING="ascii"))
+    (tmp_path / name).write_bytes(b"damaged")
+    assert_is_line(end_of(*flags(name, out="x")), name.split()[0])
 
 
 # Text
@@ -212,8 +211,8 @@ def test_a_console_of_ascii_takes_any_name(tmp_path, flags):
     parquet(tmp_path / "a.parquet", ["one"])
     result = command(*flags(out="été"), PYTHONIOENCODING="ascii")
     assert result.returncode == 0 and "?t?" in result.stdout, result.stderr
-    result = command(*flags("nö.parquet"), PYTHONIOENCODING="ascii")
-    assert_one_line(result, "no such file")
+    (tmp_path / "b\udce9.parquet").write_bytes(b"damaged")
+    assert_one_line(command(*flags(out="x"), PYTHONIOENCODING="ascii"), "b?.parquet")
 
 
 # The machine
@@ -361,3 +360,12 @@ def test_what_is_no_part_is_refused(parts, tmp_path, prep):
     refuse("1 source files to do", "part-1", "undone")
     with pytest.raises(ValueError, match="there is prepared data"):
         parts("part-1", out="whole")
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.ENOSPC])
+def test_a_place_that_cannot_be_written_is_one_line(number, tmp_path, monkeypatch, flags, capsys):
+    parquet(tmp_path / "a.parquet", ["a"])
+    monkeypatch.setattr("filelock.FileLock.acquire",
+                        lambda lock: fail(OSError(number, "no", lock.lock_file)))
+    assert_is_line(end_of(*flags()), "out", os.strerror(number))
+    assert not capsys.readouterr().err

@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from preparing import (
     ROOT,
@@ -155,6 +156,20 @@ def test_a_hash_hit_is_no_match():
     """This word has the hash of " not" in splintr, which does not look further."""
     word = "DLhCQwHGhUQYQsdbBkkfOuypeBJJzZsknQbDJGwJIxxXxto"
     assert assert_same_ids(SMOLLM2, [f"A page with {word} in it.", f"{word} {word}", word]) > 100
+
+
+def test_the_proof_sees_every_byte():
+    tokens = np.array([b"a", b"ab", b"abc", b"0123456789abcdef", b"\0", b"\xff"], object)
+    draw = random.Random(0)
+    for _ in range(100):
+        ids = np.array(draw.choices(range(len(tokens)), k=draw.randint(0, 9)), np.uint32)
+        text = b"".join(tokens[ids])
+        assert twin.spell(tokens, ids, text)
+        for at in range(len(text)):
+            other = text[:at] + bytes([text[at] ^ 1 << draw.randrange(8)]) + text[at + 1:]
+            assert not twin.spell(tokens, ids, other)
+        assert not twin.spell(tokens, ids, text + b"\0")
+        assert not (text and twin.spell(tokens, ids, text[:-1]))
 
 
 @needs_shared
