@@ -11,9 +11,10 @@ import numpy as np
 import torch
 
 from codes import binary_codes, recode
-from machinery.checkpoints import load_model, save_checkpoint
+from machinery.checkpoints import save_checkpoint
 from machinery.files import sha256, write_whole
 from machinery.runs import run_directory
+from machinery.scorer import load_finite
 from machinery.tokenizer import Utf16, load_tokenizer
 from model import Decoder, FixedCodes, ModelConfig, build_input
 
@@ -82,9 +83,10 @@ def export_checkpoint(path, out, dtype="float32"):
     """Write a checkpoint as a Hugging Face Llama folder. Raises FileExistsError if out is there
     already, ValueError for a checkpoint that is no Llama."""
     from safetensors.torch import save_file
-    if Path(out).exists():
+    out = Path(out)
+    if out.exists():
         raise FileExistsError(f"{out} exists; name a directory that does not")
-    model, state = load_model(path)
+    model, state = load_finite(path)
     config, table = model.config, model.model.embed_tokens
     if config.ffn != "swiglu":
         raise ValueError(f"{path}: ffn={config.ffn} is no Llama's; only swiglu models can be "
@@ -109,13 +111,14 @@ def export_checkpoint(path, out, dtype="float32"):
     if adds_tokens(tokenizer) and not state.get("template"):
         # What the model was not trained with, its users must not get.
         tokenizer_json = json.dumps(json.loads(tokenizer_json) | {"post_processor": None}).encode()
-    aside = Path(f"{out}.tmp")
+    aside = out.with_name(f"{out.name}.tmp")
     aside.mkdir(parents=True, exist_ok=True)
     save_file(weights, aside / "model.safetensors", metadata={"format": "pt"})
     for name, content in files.items():
-        (aside / f"{name}.json").write_text(json.dumps(content, indent=1))
+        (aside / f"{name}.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
     (aside / "tokenizer.json").write_bytes(tokenizer_json)
-    (aside / "README.md").write_text(CARD.format(name=Path(out).name, about=about, **nanobit))
+    card = CARD.format(name=out.name, about=about, **nanobit)
+    (aside / "README.md").write_text(card, encoding="utf-8")
     aside.rename(out)
     print(f"written to {out}")
 
@@ -123,7 +126,7 @@ def export_checkpoint(path, out, dtype="float32"):
 def read_llama_config(folder):
     """Return (ModelConfig, config.json) of a Hugging Face Llama folder. Raises ValueError for one
     the decoder does not cover."""
-    hf = json.loads((Path(folder) / "config.json").read_text())
+    hf = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
     rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     expected = {"model_type": "llama", "hidden_act": "silu", "mlp_bias": False,
                 "attention_bias": False, "rope_type": "default",

@@ -49,8 +49,8 @@ def window_losses(model, windows):
     for part in windows.to(model.lm_head.weight.device).tensor_split(n_batches):
         logits = model(part[:, :-1])[0].float()
         loss = F.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten(), reduction="none")
-        losses.append(loss.view(len(part), -1).double().mean(1))
-    return torch.cat(losses).cpu().numpy()
+        losses.append(loss.view(len(part), -1).cpu().double().mean(1))
+    return torch.cat(losses).numpy()
 
 
 def read_streams(model, windows):

@@ -60,7 +60,7 @@ def open_reference(name, device, dtype, trust_remote_code=False):
         facts={"name": str(name), "step": None,
                "weights_sha256": hash_tensors(sorted(model.state_dict().items())),
                "tokenizer_sha256": tokenizer_sha256(tokenizer),
-               "vocabulary_sha256": vocabulary_sha256(tokenizer.get_vocab())})
+               "vocabulary_sha256": vocabulary_sha256(tokenizer)})
     notes = ["it runs code that came with it (--trust_remote_code)"] if trust_remote_code else []
     candidate.shares = obeys_masks(candidate, model, device, dtype)
     if not candidate.shares:

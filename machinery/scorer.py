@@ -9,6 +9,7 @@ subject. Short rows are packed: there is little padding (machinery/packing.py).
 
 import hashlib
 import json
+import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +21,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from tqdm import tqdm
 
+from machinery.checkpoints import load_model
+from machinery.errors import is_out_of_memory
 from machinery.files import sha256
 from machinery.packing import count_tokens, cut_request, lay_out, make_groups, plan_batches
+from machinery.tokenizer import UTF16_JSON, Utf16
 
 MAX_LENGTH = 2048   # the paper's, for every model: a longer context would give a reference longer
 #                     prompts and windows
@@ -51,10 +55,35 @@ class Candidate:
     shares: bool = True  # it obeys a tree's mask and positions, and continues from keys and values
 
 
-def vocabulary_sha256(vocabulary):
-    """Return the sha256 of {token: id}: two tokenizers of one have the same ids for the same text
-    pieces, whatever else their files say."""
-    return sha256(json.dumps(sorted(vocabulary.items())).encode())
+def load_finite(path, device="cpu"):
+    """Return load_model(path, device). Raises ValueError for weights that are not all finite."""
+    model, state = load_model(path, device)
+    for name, weight in model.named_parameters():
+        if not torch.isfinite(weight).all():
+            raise ValueError(f"{path}: {name} holds values that are not finite; use an earlier "
+                             "checkpoint of the run")
+    return model, state
+
+
+def vocabulary_sha256(tokenizer):
+    """Return the sha256 of what each id stands for, of a Tokenizer, a Utf16 or one of transformers:
+    ids of two tokenizers with the same are the same texts, whatever else their files say."""
+    if isinstance(tokenizer, Utf16):
+        return sha256(UTF16_JSON)
+    return sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode())
+
+
+def agree(facts):
+    """Raise ValueError, with the values, unless all processes have the same facts {name: value}."""
+    if not dist.is_initialized():
+        return
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, facts)
+    for name, value in everyone[0].items():
+        values = [theirs[name] for theirs in everyone]
+        if values != [value] * len(values):
+            raise ValueError(f"the processes differ in {name}: "
+                             + ", ".join(map(str, values)) + "; give all of them the same")
 
 
 class Scorer:
@@ -143,7 +172,7 @@ class Scorer:
                 if shared is not prefix:
                     prefix, cache = shared, self.run_prefix(shared)
                 found = self.score_rows(rows, cache)
-            except RuntimeError as error:
+            except (RuntimeError, MemoryError) as error:
                 if len(rows) == 1 or not is_out_of_memory(error):
                     raise
                 self.batch_tokens //= 2
@@ -211,16 +240,17 @@ class Scorer:
         targets = np.concatenate([targets for _, targets, _ in layout.scored]).astype(np.int64)
         nats, greedy = log_likelihoods(logits, self.tensor(index), self.tensor(targets))
         starts = np.cumsum([0, *(len(targets) for _, targets, _ in layout.scored[:-1])])
-        sums = np.add.reduceat(nats.double().cpu().numpy(), starts).tolist()
+        # On the CPU in float64, which an Apple GPU has not.
+        sums = np.add.reduceat(nats.cpu().double().numpy(), starts).tolist()
+        for nats in sums:
+            if not math.isfinite(nats):
+                raise ValueError(f"{self.candidate.facts['name']}: a log-likelihood is {nats}: its "
+                                 "weights or what it makes of this input are not finite")
         greedy = np.logical_and.reduceat(greedy.cpu().numpy(), starts).tolist()
         return {key: scored for (key, _, _), scored in zip(layout.scored, zip(sums, greedy))}
 
     def tensor(self, array):
         return torch.from_numpy(array).to(self.device)
-
-
-def is_out_of_memory(error):
-    return isinstance(error, torch.OutOfMemoryError) or "not enough memory" in str(error)
 
 
 def halve(batches):

@@ -29,11 +29,12 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 import evaluate
-from machinery import benchmarks, huggingface, packing, references
+from machinery import benchmarks, huggingface, packing, references, scores
 from machinery.checkpoints import load_model
 from machinery.harness import HarnessLM
+from machinery.runs import data_fingerprint
 from machinery.scorer import Candidate, Scorer
-from machinery.shards import open_shards
+from machinery.shards import open_shards, read_meta
 from machinery.tokenizer import UTF16_JSON, load_tokenizer, train_tokenizer
 from model import Decoder, ModelConfig
 
@@ -145,6 +146,10 @@ def direct(candidate, context, continuation, T=T):
     logp = F.log_softmax(logits, -1)
     targets = torch.tensor(list(continuation))
     return logp[torch.arange(n), targets].sum().item(), bool((logits.argmax(-1) == targets).all())
+
+
+def read_json(path):
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def arrays(pairs):
@@ -321,13 +326,23 @@ def test_many_nested_prefixes_need_no_recursion():
     assert groups[-1][2] == len(rows)
 
 
-@pytest.mark.parametrize("row", (10, T))
-def test_memory_trouble_halves_the_batch(binary, capsys, row, monkeypatch):
+OUT_OF_MEMORY = (
+    torch.OutOfMemoryError("CUDA out of memory"), MemoryError(),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate "
+                 "memory: you tried to allocate 99 bytes. Error code 12 (Cannot allocate memory)"),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:84] . DefaultCPUAllocator: not enough memory"),
+    RuntimeError("MPS backend out of memory (MPS allocated: 9 GB)"))
+
+
+@pytest.mark.parametrize("row, error", [(10, OUT_OF_MEMORY[0]),
+                                        *((T, error) for error in OUT_OF_MEMORY)])
+def test_memory_trouble_halves_the_batch(binary, capsys, row, error, monkeypatch):
+    """In the words of CUDA, numpy, Linux, Windows and macOS, and MPS."""
     monkeypatch.setattr(packing, "ROW", row)
 
     def forward(idx, cache=None, **options):
         if idx.numel() > 100:
-            raise torch.OutOfMemoryError("CUDA out of memory")
+            raise error
         return binary.forward(idx, cache=cache, **options)
 
     def breaks(*_, **__):
@@ -944,6 +959,142 @@ def test_heldout_from_the_command_line(make_run, prepared, monkeypatch, capsys):
     assert result["loss"] > 0
 
 
+def heldout(monkeypatch, directory, data, *flags):
+    """Score held-out documents; return the names of the run's scores files."""
+    call(monkeypatch, "score", directory, f"--data={data}", "--device=cpu", *flags)
+    return sorted(path.name for path in directory.glob("heldout-*.json"))
+
+
+@pytest.fixture
+def own_run(make_run, prepared, tmp_path):
+    """A run that says that it was trained on `prepared`."""
+    run = Path(shutil.copytree(make_run("learned", vocab_size=320), tmp_path / "own"))
+    path = run / "step-00000007.pt"
+    state = torch.load(path, weights_only=True)
+    fingerprint = data_fingerprint(read_meta(prepared))
+    torch.save(state | {"data": str(prepared), "config": {"data_fingerprint": fingerprint}}, path)
+    return run
+
+
+def test_unlike_scores_never_share_a_file(own_run, prepared, tmp_path, monkeypatch, capsys):
+    """Named by data, dtype and length where they are not the run's own; each says what it is of."""
+    plain = heldout(monkeypatch, own_run, prepared)
+    assert plain == ["heldout-00000007.json"]
+    first = (own_run / plain[0]).read_bytes()
+    assert len(heldout(monkeypatch, own_run, prepared, "--dtype=bfloat16")) == 2
+    assert (own_run / "heldout-00000007-bfloat16.json").exists()
+    assert len(heldout(monkeypatch, own_run, prepared, "--max_length=32")) == 3
+    assert (own_run / "heldout-00000007-T32.json").exists()
+    other = Path(shutil.copytree(prepared, tmp_path / "other"))
+    meta = read_json(other / "meta.json")
+    meta["shards"][0]["train"]["bin_sha256"] = "another"
+    (other / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
+    names = heldout(monkeypatch, own_run, other)
+    assert len(names) == 4 and heldout(monkeypatch, own_run, other) == names  # the like of it
+    assert (own_run / plain[0]).read_bytes() == first
+    said = [read_json(own_run / name) for name in names]
+    facts = [(each["data_sha256"], each["dtype"], each["max_length"]) for each in said]
+    assert len(set(facts)) == 4
+    assert len({each["weights_sha256"] for each in said}) == 2  # float32 and bfloat16
+    capsys.readouterr()
+
+
+def test_scores_of_two_models_with_one_name_get_two_files(make_run, prepared, tmp_path,
+                                                          monkeypatch, capsys):
+    for parent, input in (("a", "learned"), ("b", "binary")):
+        shutil.copytree(make_run(input, vocab_size=320), tmp_path / parent / "model")
+    runs = tmp_path / "a" / "model", tmp_path / "b" / "model"
+    for _ in range(2):
+        call(monkeypatch, "score", *runs, f"--data={prepared}", "--device=cpu",
+             f"--out={tmp_path}/scores")
+        files = list((tmp_path / "scores" / "model").glob("heldout-*.json"))
+        assert len(files) == 2
+    assert {read_json(file)["checkpoint"] for file in files} == set(map(str, runs))
+    for run in runs:
+        assert not list(run.glob("heldout*"))
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize("command", ("score", "probe", "score --hf"))
+def test_data_of_another_tokenizer_are_refused(make_run, prepared, tmp_path, monkeypatch, command,
+                                               transformers):
+    """Also of as many ids: what is compared is which id stands for which text."""
+    other = Path(shutil.copytree(prepared, tmp_path / "other"))
+    tokenizer = read_json(other / "tokenizer.json")
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    text = json.dumps(tokenizer)
+    (other / "tokenizer.json").write_text(text, encoding="utf-8")
+    meta = read_json(other / "meta.json")
+    run = make_run("learned", vocab_size=320)
+    words = [*command.split(), run, f"--data={other}", "--device=cpu"]
+    if command == "score --hf":
+        huggingface.export_checkpoint(run, tmp_path / "hf")
+        words = ["score", f"--hf={tmp_path}/hf", f"--data={other}", "--device=cpu"]
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="sha256 is not the one in meta.json"):
+        call(monkeypatch, *words)
+    meta["tokenizer"]["sha256"] = hashlib.sha256(text.encode()).hexdigest()
+    (other / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
+    with pytest.raises(ValueError, match="another tokenizer"):
+        call(monkeypatch, *words)
+    if command == "score --hf":
+        call(monkeypatch, *words[:2], f"--data={prepared}", "--device=cpu")
+        assert (tmp_path / "out" / "hf" / "heldout.json").exists()
+
+
+def spoil(run, value):
+    """Put a value into one place of the head of a run's checkpoint."""
+    path = next(run.glob("step-*.pt"))
+    state = torch.load(path, weights_only=True)
+    state["model"]["lm_head.weight"][3, 5] = value
+    torch.save(state, path)
+
+
+@pytest.mark.parametrize("command", (
+    ["score", "RUN", "--data=DATA"], ["score", "RUN", "--tasks=own_choice", "--include_path=TASKS"],
+    ["probe", "RUN", "--data=DATA"], ["sample", "RUN"], ["export", "RUN", "OUT"]))
+@pytest.mark.parametrize("value", (math.nan, math.inf))
+def test_weights_that_are_not_finite_stop(make_run, prepared, tasks_dir, tmp_path, monkeypatch,
+                                          command, value):
+    run = Path(shutil.copytree(make_run("learned", vocab_size=320), tmp_path / "run"))
+    spoil(run, value)
+    places = {"RUN": run, "DATA": prepared, "TASKS": tasks_dir, "OUT": tmp_path / "hf"}
+    words = []
+    for word in command:
+        for name, place in places.items():
+            word = word.replace(name, str(place))
+        words.append(word)
+    with pytest.raises(ValueError, match="lm_head.weight .* not finite"):
+        call(monkeypatch, *words)
+    assert not list(run.glob("*.json.tmp")) and not list(run.glob("heldout*"))
+    assert not (tmp_path / "hf").exists()
+
+
+@pytest.mark.parametrize("value", (math.nan, math.inf))
+def test_a_score_that_is_not_finite_stops(value):
+    def forward(idx, select=None, **_):
+        logits = torch.zeros(len(select[0]), 256)
+        logits[:, 7] = value
+        return logits
+    with pytest.raises(ValueError, match="stub: a log-likelihood is nan"):
+        score(stub(forward), arrays([([1], [7])]))
+
+
+def test_an_extreme_score_loses_nothing_else(own_tasks, tmp_path):
+    """exp() of 710 nats a word overflows; the other tasks and metrics are kept."""
+    def forward(idx, select=None, **_):
+        return torch.nn.functional.one_hot(torch.zeros_like(select[0]), 256).float() * 3000
+    tasks, _ = benchmarks.run_tasks(harness_lm(stub(forward, context=64, encode=lambda texts, _: [
+        [ord(c) % 255 + 1 for c in text] for text in texts])), own_tasks("own_page", "own_choice"))
+    assert tasks["own_page"]["metrics"]["word_perplexity"] == math.inf
+    assert tasks["own_page"]["metrics"]["bits_per_byte"] > 1000
+    assert "acc_stderr" in tasks["own_choice"]["metrics"]
+    scores_file = tmp_path / "scores.json"
+    scores.write(scores_file, {"tasks": tasks})
+    assert read_json(scores_file)["tasks"]["own_page"]["metrics"]["word_perplexity"] is None
+
+
 # --- sampling
 
 def test_sampling(make_run, monkeypatch, capsys):
@@ -1001,10 +1152,6 @@ def test_positions_mask_and_select_change_nothing_by_themselves(make_run):
 # --- Hugging Face
 
 FIXED_INPUTS = ("binary", "gf2", "random", "sinusoid")
-
-
-def read_json(path):
-    return json.loads(path.read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("input, fields", [
