@@ -45,7 +45,9 @@ def explained(what, advice, kind=ValueError, place=""):
             where = f" ({cause.filename})" if cause.filename else ""
             advice = place or OF_THE_MACHINE[cause.errno]
             raise OSError(f"{what}: {cause.strerror}{where}; {advice}") from error
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        reason = " ".join(str(error).split())[:200]
+        if isinstance(error, KeyError) or not reason:  # its text is the key alone
+            reason = f"{type(error).__name__} {reason}".strip()
         raise kind(f"{what}: {reason}; {advice}") from error
 
 

@@ -12,6 +12,7 @@ import torch
 
 from codes import binary_codes, recode
 from machinery.checkpoints import save_checkpoint
+from machinery.errors import explained
 from machinery.files import sha256, write_whole
 from machinery.runs import run_directory
 from machinery.scorer import load_finite
@@ -136,10 +137,10 @@ def read_llama_config(folder):
     wrong = [f"{key} {found[key]} (expected {value})" for key, value in expected.items()
              if found[key] != value]
     if wrong:
-        raise ValueError(f"{folder}/config.json: {', '.join(wrong)}")
+        raise ValueError(f"config.json: {', '.join(wrong)}")
     ends = hf.get("bos_token_id"), hf.get("eos_token_id")
     if ends == (None, None) or any(isinstance(end, list) for end in ends):
-        raise ValueError(f"{folder}/config.json: bos_token_id {ends[0]}, eos_token_id {ends[1]}; "
+        raise ValueError(f"config.json: bos_token_id {ends[0]}, eos_token_id {ends[1]}; "
                          "expected an id each, or one of the two")
     nanobit = hf.get("nanobit", {"input": "learned"})
     config = ModelConfig(
@@ -160,7 +161,7 @@ def read_weights(folder, config):
         weights |= load_file(file)
     table = weights.pop("model.embed_tokens.weight", None)
     if table is None:
-        raise FileNotFoundError(f"{folder}: no *.safetensors with model.embed_tokens.weight here")
+        raise ValueError("no *.safetensors with model.embed_tokens.weight here")
     weights = {name: w.float() for name, w in weights.items()}
     weights.setdefault("lm_head.weight", table.float())  # a tied model has none
     C, n_head = config.n_embd, config.n_head
@@ -192,9 +193,10 @@ def import_folder(folder, out):
     A model of ours keeps its interface; any other Llama becomes a learned one. Raises ValueError
     for an input matrix that is not the code that config.json claims.
     """
-    config, hf = read_llama_config(folder)
+    with explained(str(folder), "expected the folder of a Hugging Face Llama"):
+        config, hf = read_llama_config(folder)
+        table, weights = read_weights(folder, config)
     nanobit = hf.get("nanobit", {})
-    table, weights = read_weights(folder, config)
     own = make_input(config, nanobit, table)
     made = input_matrix(own, config.vocab_size, weights["lm_head.weight"]).to(table.dtype)
     if not torch.equal(made, table):

@@ -14,6 +14,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,6 +32,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 import evaluate
 from machinery import benchmarks, huggingface, packing, references, scores
 from machinery.checkpoints import load_model
+from machinery.errors import one_line
 from machinery.harness import HarnessLM
 from machinery.runs import data_fingerprint
 from machinery.scorer import Candidate, Scorer
@@ -886,6 +888,248 @@ def test_mistakes_are_one_line(make_run, monkeypatch, capsys, tmp_path, argument
         got, message = 1, str(error)
     assert got == code and said in message and len(message.splitlines()) == 1
     assert code == 1 or message.startswith("evaluate.py")
+
+
+def main_ends_in_one_line(monkeypatch, capsys, *words):
+    """Run evaluate.py as its own program does; return (exit code, the line)."""
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", *map(str, words)])
+    with pytest.raises(SystemExit) as end, one_line("evaluate.py"):
+        evaluate.main()
+    code, line = end.value.code, capsys.readouterr().err.strip()
+    if isinstance(code, str):
+        code, line = 1, code
+    assert len(line.splitlines()) == 1 and "Traceback" not in line
+    return code, line
+
+
+def write_task(folder, rest):
+    (folder / "odd.yaml").write_text(f"task: odd\noutput_type: multiple_choice\n{rest}",
+                                     encoding="utf-8")
+
+
+CHOICE = """
+test_split: test
+doc_to_text: q
+doc_to_choice: [a, b]
+doc_to_target: 0
+"""
+
+
+def script_data_set(folder):
+    (folder / "set").mkdir()
+    (folder / "set" / "set.py").write_text("import datasets\n", encoding="utf-8")
+    write_task(folder, f"dataset_path: {folder}/set/set.py{CHOICE}")
+
+
+def write_data(folder, text, split="test", choice=CHOICE):
+    (folder / "docs.jsonl").write_text(text, encoding="utf-8")
+    files = f"{{data_files: {{{split}: {folder}/docs.jsonl}}}}"
+    write_task(folder, f"dataset_path: json\ndataset_kwargs: {files}{choice}")
+
+
+def damaged_data(folder):
+    write_data(folder, '{"q": "x"}\n{"q"')
+
+
+def no_such_split(folder):
+    write_data(folder, '{"q": "x"}\n', split="train")
+
+
+def no_field(folder):
+    write_data(folder, '{"question": "x"}\n',
+               choice=CHOICE.replace("doc_to_text: q", "doc_to_text: '{{q.a}}'"))
+
+
+@pytest.mark.parametrize("make, said", [
+    (script_data_set, "odd: its data set cannot be loaded"),
+    (damaged_data, "odd: its data set cannot be loaded"),
+    (no_such_split, "odd: "), (no_field, "odd: ")])
+def test_whatever_a_task_is_it_ends_in_one_line(make_run, tmp_path, monkeypatch, capsys, make,
+                                                said):
+    make(tmp_path)
+    code, line = main_ends_in_one_line(
+        monkeypatch, capsys, "score", make_run("binary"), "--tasks=odd",
+        f"--include_path={tmp_path}", "--device=cpu")
+    assert code == 1 and said in line, line
+
+
+def no_config(folder):
+    (folder / "config.json").unlink()
+
+
+def empty_config(folder):
+    (folder / "config.json").write_text("{}", encoding="utf-8")
+
+
+def config_is_no_json(folder):
+    (folder / "config.json").write_text("<html>", encoding="utf-8")
+
+
+def cut_weights(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:1000])
+
+
+def other_heads(folder):
+    path = folder / "config.json"
+    changed = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 9}
+    path.write_text(json.dumps(read_json(path) | changed | {"intermediate_size": 50}),
+                    encoding="utf-8")
+
+
+def no_tokenizer(folder):
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer_config.json").unlink()
+
+
+@pytest.mark.parametrize("spoil_folder", (no_config, empty_config, config_is_no_json, cut_weights,
+                                          other_heads, no_tokenizer))
+@pytest.mark.parametrize("command", ("import", "score"))
+def test_whatever_a_folder_is_it_ends_in_one_line(make_run, tmp_path, monkeypatch, capsys,
+                                                  transformers, spoil_folder, command):
+    folder, out = tmp_path / "hf", tmp_path / "run"
+    huggingface.export_checkpoint(make_run("learned"), folder)
+    spoil_folder(folder)
+    capsys.readouterr()
+    words = {"import": ["import", folder, out],
+             "score": ["score", f"--hf={folder}", "--data=x", f"--out={tmp_path}/scores"]}
+    code, line = main_ends_in_one_line(monkeypatch, capsys, *words[command])
+    assert code == 1 and str(folder) in line, line
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("error, code, said", [
+    (KeyboardInterrupt(), 130, "interrupted"), (MemoryError(), 1, "out of memory"),
+    (OUT_OF_MEMORY[2], 1, "out of memory"), (OSError(28, "No space left", "x"), 1, "No space"),
+    (ValueError("two\nlines"), 1, "two lines")])
+def test_what_ends_the_program_is_one_line(monkeypatch, capsys, error, code, said):
+    def fail(*_):
+        raise error
+    monkeypatch.setitem(evaluate.COMMANDS, "sample", fail)
+    got, line = main_ends_in_one_line(monkeypatch, capsys, "sample", "x", "--device=cpu")
+    assert got == code and line.startswith("evaluate.py: ") and said in line
+
+
+def test_our_own_mistakes_keep_their_traceback(monkeypatch):
+    def fail(*_):
+        raise RuntimeError("shape")
+    monkeypatch.setitem(evaluate.COMMANDS, "sample", fail)
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", "sample", "x", "--device=cpu"])
+    with pytest.raises(RuntimeError), one_line("evaluate.py"):
+        evaluate.main()
+
+
+def test_a_place_that_is_not_ours_is_told_as_such(make_run, tasks_dir, monkeypatch, capsys):
+    """Not as a data set that is missing."""
+    from lm_eval.tasks import TaskManager
+    place = PermissionError(13, "Permission denied", "/nobody/cache")
+
+    def load(self, names):
+        raise RuntimeError("cannot be cached") from place
+
+    monkeypatch.setattr(TaskManager, "load", load)
+    code, line = main_ends_in_one_line(
+        monkeypatch, capsys, "score", make_run("binary"), "--tasks=own_choice", "--device=cpu",
+        f"--include_path={tasks_dir}")
+    assert code == 1 and "Permission denied (/nobody/cache); set HF_HOME=DIR" in line
+    assert "--data_dir" not in line
+
+
+def test_a_run_that_cannot_be_written_is_scored_elsewhere(own_run, prepared, tmp_path, monkeypatch,
+                                                          capsys):
+    """It is known before the work, and --out has another place."""
+    whole = tempfile.TemporaryFile
+
+    def read_only(dir):
+        if Path(dir) == own_run:
+            raise OSError(30, "Read-only file system", str(dir))
+        return whole(dir=dir)
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", read_only)
+    before = sorted(own_run.iterdir())
+    for command in ("score", "probe"):
+        code, line = main_ends_in_one_line(monkeypatch, capsys, command, own_run, "--device=cpu")
+        assert code == 1 and "Read-only file system; give --out=DIR" in line
+    call(monkeypatch, "score", own_run, "--device=cpu", f"--out={tmp_path}/scores")
+    assert (tmp_path / "scores" / "own" / "heldout-00000007.json").exists()
+    assert sorted(own_run.iterdir()) == before
+    file = tmp_path / "file"
+    file.touch()
+    code, line = main_ends_in_one_line(monkeypatch, capsys, "score", own_run, f"--out={file}")
+    assert code == 1 and "give --out=DIR" in line
+
+
+def test_a_long_list_of_tasks_has_a_short_name(own_tasks, binary):
+    names = [f"a_task_of_forty_two_letters_or_thereabouts_{i}" for i in range(8)]
+    args = SimpleNamespace(suite=None, num_fewshot=None, limit=3, dtype="float32", max_length=None)
+    found = set()
+    for order in (names, names[:7], ["a", "b"]):
+        args.tasks = ",".join(order)
+        found.add(scores.scores_name(args, {"step": 9}))
+    assert len(found) == 3 and max(map(len, found)) < 150
+    assert "a+b_limit3-00000009.json" in found
+
+
+def test_paths_are_taken_as_the_shell_would(make_run, tmp_path, monkeypatch, capsys):
+    """A ~ that the shell left, and a slash at the end."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    shutil.copytree(make_run("learned"), tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    call(monkeypatch, "export", "~/run/", "hf/")
+    call(monkeypatch, "import", "~/hf/", "~/again/")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["again", "hf", "run"]
+
+
+def test_a_console_of_ascii_and_a_notebook_s_back_end(make_run, prepared, tmp_path):
+    run_directory = Path(shutil.copytree(make_run("learned", vocab_size=320), tmp_path / "run"))
+    code, out, error = run("sample", run_directory, "--prompt", "naïve 日本", "--device=cpu",
+                           "--max_new_tokens=5", PYTHONIOENCODING="ascii")
+    assert code == 0 and out.startswith("na?ve ??"), error
+    code, out, error = run("probe", run_directory, f"--data={prepared}", "--device=cpu",
+                           PYTHONIOENCODING="ascii",
+                           MPLBACKEND="module://matplotlib_inline.backend_inline")
+    assert code == 0 and (run_directory / "probe-00000007.png").exists(), error
+
+
+def test_processes_that_were_told_different_things_stop(make_run, tasks_dir, tmp_path):
+    """The same command is not the same where a shell expands it for each process."""
+    script = tmp_path / "start.py"
+    script.write_text(f"""
+import os, runpy, sys
+sys.path.insert(0, {str(ROOT)!r})
+sys.argv = ["evaluate.py", "score", {str(make_run("binary"))!r}, "--tasks=own_choice",
+            {f"--include_path={tasks_dir}"!r}, "--device=cpu", f"--limit={{os.environ['RANK']}}1"]
+runpy.run_path({str(ROOT / "evaluate.py")!r}, run_name="__main__")
+""", encoding="utf-8")
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone",
+                           "--nproc_per_node=2", script], capture_output=True, text=True,
+                          timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode != 0
+    assert "evaluate.py: the processes differ in limit: 1, 11; give all" in done.stderr
+
+
+def test_code_that_comes_with_a_model_is_run_only_if_told(make_reference, tmp_path, transformers,
+                                                          monkeypatch, capsys):
+    folder = Path(shutil.copytree(make_reference("llama"), tmp_path / "own_model"))
+    (folder / "own.py").write_text("""
+from transformers import LlamaConfig, LlamaForCausalLM
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+""", encoding="utf-8")
+    changed = {"model_type": "own", "architectures": ["OwnForCausalLM"], "auto_map": {
+        "AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}}
+    config = folder / "config.json"
+    config.write_text(json.dumps(read_json(config) | changed), encoding="utf-8")
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "m"))
+    with pytest.raises(ValueError, match="needs --trust_remote_code"):
+        open_reference(folder)
+    candidate = open_reference(folder, trust_remote_code=True)
+    assert "it runs code that came with it" in candidate.note
+    assert "it runs code that came with it" in capsys.readouterr().err
+    pairs = random_pairs(3)[:9]
+    assert_close(score(candidate, pairs), score(open_reference(make_reference("llama")), pairs))
 
 
 def test_utf16_ids(make_run, tmp_path, monkeypatch, capsys):
