@@ -7,12 +7,12 @@ the paper does not do.
     scores   of each task, the difference of the first file to each other one on the same documents
              accuracies       exact McNemar test: b ~ Binomial(b + c, 1/2) of b + c documents that
                               one alone has right
-             log-likelihoods  paired bootstrap of the mean difference (bits per byte of a page: of
-                              a ratio of sums)
+             log-likelihoods  sign-flip test of the mean difference (bits per byte of a page: of a
+                              ratio of sums), interval by subsets of the documents
              across tasks     Holm's correction, for the tests of one kind on one pair of models
     runs     of each input interface, the difference to --baseline in held-out loss, two intervals
              seeds            Student's t over differences of single seeds: other weights, windows
-             documents        paired bootstrap of documents, losses averaged over the seeds before
+             documents        by subsets of the documents, losses averaged over the seeds before
 
 Usage:
     python compare.py out/smoke-*                      runs: every interface against learned
@@ -36,8 +36,8 @@ import numpy as np
 
 from machinery.figures import draw_runs
 from machinery.runs import FREE_ON_RESUME
-from machinery.statistics import LEVEL, holm, mcnemar, paired_bootstrap, student_interval
-from machinery.tables import ACCURACIES, describe_runs, describe_scores
+from machinery.statistics import LEVEL, holm, mcnemar, paired_subsets, student_interval
+from machinery.tables import ACCURACIES, describe_runs, describe_scores, to_json
 
 TESTED = (*ACCURACIES, "loglikelihood", "bits_per_byte")
 # The paper's own figures (its results section), as printed there: accuracies in percent. Not
@@ -179,15 +179,21 @@ def read_paired(first, other, tasks, metric):
 
 def compare_metric(task, metric, a, b, resamples):
     """Return the comparison of paired values and weights a, b [n, 2], as compare_pair lists it."""
+    result = {"task": task, "metric": metric, "n": len(a),
+              "not_finite": [int((~np.isfinite(side).all(1)).sum()) for side in (a, b)]}
     difference, weight = b[:, 0] - a[:, 0], a[:, 1]
     total = weight.sum()
-    low, high, p = paired_bootstrap(difference, weight, resamples)
-    result = {"task": task, "metric": metric, "n": len(a), "first": a[:, 0].sum() / total,
-              "other": b[:, 0].sum() / total, "difference": difference.sum() / total,
-              "low": low, "high": high, "test": "paired bootstrap", "p": p}
+    if any(result["not_finite"]) or total == 0:
+        keys = ("first", "other", "difference", "low", "high", "p", "p_least", "p_holm")
+        return result | dict.fromkeys(keys) | {"test": "not finite"}
+    low, high, p, least = paired_subsets(difference, weight, resamples)
+    result |= {"first": a[:, 0].sum() / total, "other": b[:, 0].sum() / total,
+               "difference": difference.sum() / total, "low": low, "high": high,
+               "test": "sign flips", "p": p, "p_least": least}
     if metric in ACCURACIES and np.isin(difference, (-1, 0, 1)).all():
         only_first, only_other = int((difference < 0).sum()), int((difference > 0).sum())
         result |= {"test": "exact McNemar", "p": mcnemar(only_first, only_other),
+                   "p_least": min(1.0, 2.0 ** (1 - only_first - only_other)),
                    "only_first": only_first, "only_other": only_other}
     return result
 
@@ -195,9 +201,11 @@ def compare_metric(task, metric, a, b, resamples):
 def compare_pair(first, other, resamples):
     """Return the paired comparisons of two files: a dict for each task and metric that both have.
 
-    Keys: task, metric, n (documents), first, other, difference (other - first), low, high (95 %),
-    test, p, p_holm; for accuracies also only_first, only_other (documents that one alone has
-    right). Accuracies are shares, log-likelihoods nats a document.
+    Keys: task, metric, n (documents), first, other, difference (other - first), low, high (95 %;
+    None where documents are too few), test, p, p_least (what so many documents can give), p_holm,
+    not_finite (documents, of each); for accuracies also only_first, only_other (documents that one
+    alone has right). Accuracies are shares, log-likelihoods nats a document. Without finite values
+    of both for every document all results are None.
     """
     results, there = [], list_rows(other)
     for task, (tasks, _) in list_rows(first).items():
@@ -207,7 +215,8 @@ def compare_pair(first, other, resamples):
             if len(a) and not (is_page and metric == "loglikelihood"):
                 results.append(compare_metric(task, metric, a, b, resamples))
     for metric in TESTED:
-        family = [result for result in results if result["metric"] == metric]
+        family = [result for result in results
+                  if result["metric"] == metric and result["p"] is not None]
         for result, corrected in zip(family, holm([result["p"] for result in family])):
             result["p_holm"] = corrected
     return results
@@ -241,13 +250,20 @@ def compare_scores(paths, published=(), resamples=10_000):
     for name, scores in zip(names, files):
         told = list_paper_remarks(scores, published) if published else []
         remarks += [f"{name}: {remark}" for remark in told]
-    metrics = {}
+    metrics, pairs = {}, []
     for name, scores in zip(names, files):
         metrics[name] = {task: values for task, (_, values) in list_rows(scores).items()}
-    pairs = [{"first": names[0], "other": name, "tests": compare_pair(first, other, resamples)}
-             for name, other in zip(names[1:], files[1:])]
+    for name, other in zip(names[1:], files[1:]):
+        tests = compare_pair(first, other, resamples)
+        pairs.append({"first": names[0], "other": name, "tests": tests})
+        for t in tests:
+            for side, n in zip((names[0], name), t["not_finite"]):
+                if n:
+                    remarks.append(f"{side}: {t['metric']} of {t['task']} is not finite in {n} of "
+                                   f"{t['n']} documents, and gets no p value")
     return {"models": names, "files": [scores["path"] for scores in files],
-            "limits": [scores["protocol"].get("limit") for scores in files], "remarks": remarks,
+            "limits": [scores["protocol"].get("limit") for scores in files],
+            "remarks": list(dict.fromkeys(remarks)),
             "metrics": metrics, "published": {name: PUBLISHED[name] for name in published},
             "pairs": pairs}
 
@@ -284,11 +300,13 @@ def read_run(path):
         raise ValueError(f"{path}: {done:,} of {config['max_targets']:,} targets trained, "
                          f"{scored:,} at its held-out score; finish it with train.py --resume, "
                          f"and score it with python evaluate.py score {path}")
-    documents = [[d["targets"], d["nats"]] for d in heldout["documents"]]
+    documents = np.array([[d["targets"], d["nats"]] for d in heldout["documents"]], float)
+    if not np.isfinite([heldout["loss"], heldout["bits_per_byte"], *documents.sum(1)]).all():
+        raise ValueError(f"{path}: its held-out score is not finite; leave this run out")
     speeds = [row["targets_per_second"] for row in rows if "loss" in row]
     return {"path": str(path), "label": label(config), "config": config, "heldout": heldout,
             "curve": {row["targets"]: row["val_loss"] for row in rows if "val_loss" in row},
-            "documents": np.array(documents, float), "targets_per_second": np.median(speeds).item()}
+            "documents": documents, "targets_per_second": np.median(speeds).item()}
 
 
 def check_comparable(runs, by):
@@ -346,7 +364,7 @@ def summarize(seeds, base, resamples):
     group = {"seeds": list(seeds), "runs": [run["path"] for run in runs],
              "losses": losses, "differences": differences,
              "bits_per_byte": np.mean([run["heldout"]["bits_per_byte"] for run in runs]).item(),
-             "document_interval": paired_bootstrap(nats, weights, resamples)[:2],
+             "document_interval": paired_subsets(nats, weights, resamples)[:2],
              "curve_targets": points, "curve_losses": [], "curve_differences": [],
              "targets_per_second": np.mean([run["targets_per_second"] for run in runs]).item(),
              "parameters": config.get("parameters"), "code_report": config.get("code_report"),
@@ -403,7 +421,8 @@ def parse_args():
          help="run directories, or .json files of evaluate.py score")
     flag("--format", choices=("text", "markdown", "json"), default="text",
          help="of the output (default: %(default)s)")
-    flag("--resamples", type=int, default=10_000, help="of the bootstrap (default: %(default)s)")
+    flag("--resamples", type=int, default=10_000,
+         help="random subsets of the documents (default: %(default)s)")
     flag("--published", default="",
          help=f"scores: columns of the paper's own figures, as {','.join(PUBLISHED)}")
     flag("--baseline", default="learned",
@@ -433,7 +452,7 @@ def write_comparison(result, out):
     """Write comparison.json, comparison.md and the figures of compare_runs' result."""
     out.mkdir(parents=True, exist_ok=True)
     figures = "".join(f"\n![{name}]({name}.png)\n" for name in draw_runs(result, out))
-    (out / "comparison.json").write_text(json.dumps(result, indent=1))
+    (out / "comparison.json").write_text(to_json(result))
     (out / "comparison.md").write_text(describe_runs(result, True) + figures)
     print(f"written to {out}", file=sys.stderr)
 
@@ -448,7 +467,7 @@ def main():
         describe = describe_runs
         result = compare_runs(args.paths, args.baseline, args.by, args.resamples)
     if args.format == "json":
-        print(json.dumps(result, indent=1))
+        print(to_json(result))
     else:
         print(describe(result, args.format == "markdown"))
     if not of_scores:

@@ -16,6 +16,7 @@ Usage:
     python prepare.py --source=fineweb-edu --shards=0:234 --workers=16
     python prepare.py --source='path/*.parquet' --tokenizer=path/tokenizer.json
     python prepare.py --check=data/stdlib --stats
+    python prepare.py --join data/part-0 data/part-1 --out=data/fineweb-edu
 
 One source file gives one train and one val shard, each under its final name only when it is whole,
 and the same bytes whatever the number of workers: stop it or kill it at any moment, and the same
@@ -24,15 +25,13 @@ What is not Unicode (bytes that are not UTF-8, lone surrogates) becomes U+FFFD.
 """
 
 import argparse
-import errno
 import hashlib
 import itertools
-import multiprocessing
 import os
+import re
 import shutil
 import signal
 import sys
-import threading
 from collections import Counter
 from concurrent.futures import BrokenExecutor
 from pathlib import Path
@@ -44,9 +43,23 @@ from tokenizers import Tokenizer
 
 from machinery.checks import check, print_stats, resume
 from machinery.downloads import discard
-from machinery.files import sha256_of, write_whole
+from machinery.files import (
+    explain,
+    only_process_in,
+    replace_in_console,
+    sha256_of,
+    write_whole,
+)
+from machinery.joining import join
 from machinery.progress import Progress
-from machinery.shards import FORMAT, SPLITS, ShardWriter, count_documents, write_meta
+from machinery.shards import (
+    FORMAT,
+    SPLITS,
+    ShardWriter,
+    count_documents,
+    note_shard,
+    write_meta,
+)
 from machinery.sources import (
     BATCH_BYTES,
     check_space,
@@ -65,7 +78,7 @@ from machinery.tokenizer import (
     vocab_size,
 )
 from machinery.twin import FAST, find_twin, make_encoder
-from machinery.workers import run_in_order, start_fork_server
+from machinery.workers import count_cores, die_with_parent, run_in_order, start_fork_server
 
 BATCH_DOCUMENTS = 256  # encoded at a time; fewer, if they are longer than BATCH_BYTES together
 
@@ -150,9 +163,7 @@ def train_texts(meta, args):
 def start_worker(tokenizer_path, twin, eot_id, split_seed, val_fraction):
     """Make this process ready for encode_rows."""
     global worker
-    parent = multiprocessing.parent_process()
-    if parent:  # if that is killed, so is this:
-        threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+    die_with_parent()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     worker = SimpleNamespace(encode=make_encoder(load_tokenizer(tokenizer_path), twin),
                              end_of_text=np.array([eot_id], "<u2"),
@@ -164,9 +175,11 @@ def encode_rows(rows):
 
     Returns:
         Counter of skipped rows by reason.
+        The number of documents with U+FFFD.
         For each of SPLITS: ids (uint16 as bytes), documents' lengths in ids, bytes of their texts.
     """
     skipped = Counter()
+    replaced = 0
     arrays = {split: [] for split in SPLITS}
     lengths = {split: [] for split in SPLITS}
     n_bytes = Counter()
@@ -181,40 +194,48 @@ def encode_rows(rows):
         arrays[split] += (ids, worker.end_of_text)
         lengths[split].append(len(ids) + 1)
         n_bytes[split] += len(text.encode())
-    return skipped, [(b"".join(arrays[split]), lengths[split], n_bytes[split]) for split in SPLITS]
+        replaced += "\ufffd" in text
+    sides = [(b"".join(arrays[split]), lengths[split], n_bytes[split]) for split in SPLITS]
+    return skipped, replaced, sides
 
 
-def write_shards(meta, settings, args):
+def write_shards(meta, settings, workers, args):
     """Encode every source file without a shard into its train and its val shard.
 
     meta.json tells of each once it is whole. Args: settings, those of start_worker.
     """
     batches = read_batches(meta, args, args.keep_downloads)
-    encoded = run_in_order(start_worker, settings, encode_rows, batches, args.workers)
+    encoded = run_in_order(start_worker, settings, encode_rows, batches, workers)
     shards = meta["shards"]
     writers = None
+    if (Path(args.out) / "meta.json").exists():
+        write_meta(args.out, meta)  # without what is damaged, with what is new
     with Progress(len(shards), shards.count(None), count_rows(meta, args)) as progress:
-        for batch, (skipped_in_batch, sides) in encoded:
+        for batch, (skipped_in_batch, replaced_in_batch, sides) in encoded:
             if writers is None:
                 writers = [ShardWriter(args.out, split, batch.number) for split in SPLITS]
                 skipped = Counter()
+                replaced = 0
             skipped += skipped_in_batch
+            replaced += replaced_in_batch
             for writer, (ids, lengths, n_bytes) in zip(writers, sides):
                 writer.add(ids, lengths, n_bytes)
                 progress.add(len(lengths), sum(lengths))
             if batch.is_last:
                 entry = {"source": meta["sources"][batch.number], **batch.facts,
                          "skipped": dict(sorted(skipped.items()))}
+                if replaced:
+                    entry["replaced"] = replaced
                 for split, writer in zip(SPLITS, writers):
                     entry[split] = writer.close()
                 shards[batch.number] = entry
-                write_meta(args.out, meta)
+                note_shard(args.out, meta, batch.number)
                 progress.shard_is_whole(batch.number)
                 writers = None
     if None in shards:  # --max_documents was reached before them
         n_used = shards.index(None)
         del meta["sources"][n_used:], shards[n_used:]
-        write_meta(args.out, meta)
+    write_meta(args.out, meta)
 
 
 def parse_args():
@@ -246,20 +267,28 @@ def parse_args():
     group.add_argument("--split_seed", type=int, default=0,
                        help="seed of the split (default: %(default)s)")
     group.add_argument("--out", help="directory to write (default: data/ and the source's name)")
-    group.add_argument("--workers", type=int, default=os.cpu_count(),
-                       help="processes (default: the %(default)s cores)")
+    group.add_argument("--workers", type=int, default=count_cores(),
+                       help="processes (default: the %(default)s cores that it may use)")
     group.add_argument("--keep_downloads", action="store_true",
                        help="do not delete downloaded files after use")
     group = parser.add_argument_group("instead of preparing")
     group.add_argument("--check", metavar="DIR", help="verify every shard of a prepared directory")
+    group.add_argument("--join", metavar="DIR", nargs="+",
+                       help="with --out: make one directory of those that several machines "
+                       "prepared, each with other --shards")
     group.add_argument("--stats", action="store_true",
                        help="with --check: print its size and its documents' lengths")
     args = parser.parse_args()
+    if args.join and not args.out:
+        parser.error("--join goes with --out=DIR")
     embedded = args.source == "stdlib"
     if args.tokenizer is None:
         args.tokenizer = "train:3072" if embedded else SMOLLM2
+    for flag in ("source", "tokenizer", "out", "check"):
+        if getattr(args, flag) is not None:  # a shell leaves the ~ of --out=~/data alone
+            setattr(args, flag, os.path.expanduser(getattr(args, flag)))
     if args.out is None:
-        name = Path(args.source).name.split(".")[0].replace("*", "")
+        name = re.sub(r"[*?\[\]!]+", "", Path(args.source).name.split(".")[0]).strip("-_ ")
         args.out = f"data/{name or 'corpus'}"
     if args.val_fraction is None:
         args.val_fraction = 0.05 if embedded else 0.001
@@ -312,14 +341,12 @@ def prepare(args):
     if not kept.is_file() or kept.read_bytes() != path.read_bytes():
         write_whole(kept, path.read_bytes())
     if None in meta["shards"]:
-        if args.workers > 1:
-            start_fork_server()
+        workers = args.workers if args.workers > 1 and start_fork_server() else 1
         twin, kind = choose_engine(tokenizer)
-        print(f"{len(sources)} source files to {out}: ids by {kind}; {args.workers} workers",
-              flush=True)
+        print(f"{len(sources)} source files to {out}: ids by {kind}; {workers} workers", flush=True)
         eot_id = meta["tokenizer"]["eot_id"]
         settings = (str(kept), twin, eot_id, args.split_seed, args.val_fraction)
-        write_shards(meta, settings, args)
+        write_shards(meta, settings, workers, args)
     if "://" in sources[0] and not args.keep_downloads:  # a local source may lie there
         shutil.rmtree(out / "downloads", ignore_errors=True)
     print_stats(out)
@@ -339,17 +366,11 @@ def main():
     args = parse_args()
     if args.check:
         return check(args.check, args.workers, args.stats)
-    import fcntl  # here, so that reading shards works where there is no such module
+    if args.join:
+        return join(args.join, args.out, args.workers)
     os.makedirs(args.out, exist_ok=True)
-    handle = os.open(args.out, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with only_process_in(args.out, "prepare.py"):
         prepare(args)
-    except BlockingIOError:
-        raise ValueError(f"{args.out}: another prepare.py is at work here; choose another --out, "
-                         "or wait") from None
-    finally:
-        os.close(handle)
 
 
 def interrupt(number, frame):
@@ -359,14 +380,13 @@ def interrupt(number, frame):
 
 
 if __name__ == "__main__":
+    replace_in_console()
     signal.signal(signal.SIGINT, interrupt)
     try:
         sys.exit(main())
     except BrokenExecutor:
         sys.exit("prepare.py: a worker died, perhaps for want of memory; try fewer --workers")
-    except (ValueError, OSError) as error:
-        full = getattr(error, "errno", None) == errno.ENOSPC
-        message = "the disk is full; make room and run the same command again" if full else error
-        sys.exit(f"prepare.py: {message}")
+    except (ValueError, OSError, MemoryError) as error:
+        sys.exit(f"prepare.py: {explain(error)}")
     except KeyboardInterrupt:
         sys.exit("prepare.py: interrupted; run the same command again to go on")

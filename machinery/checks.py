@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from machinery.files import changed_since, sha256_of
-from machinery.shards import SPLITS, Shard, open_shards, read_meta
+from machinery.files import changed_since, explain, is_refusal, sha256_of
+from machinery.shards import SPLITS, Shard, meta_time, open_shards, read_meta
 
 BLOCK_SIZES = (256, 512, 1024, 2048, 4096)  # of the summary
 
@@ -27,7 +27,7 @@ def resume(data_dir, asked, is_same_source, workers):
 
     Raises ValueError if that is another preparation, or a source is no longer the file that it was.
     """
-    since = (Path(data_dir) / "meta.json").stat().st_mtime_ns
+    since = meta_time(data_dir)
     done = read_meta(data_dir)
     n_done = len(done["sources"])
     more = asked["sources"][n_done:]
@@ -47,6 +47,8 @@ def resume(data_dir, asked, is_same_source, workers):
             raise ValueError(f"{entry['source']}: not the file that {data_dir} was prepared from; "
                              "choose another --out")
     for number, error in find_damage(data_dir, done, workers, since).items():
+        if is_refusal(error):
+            raise error
         print(f"shard {number:05d}: {error}: making it again", file=sys.stderr)
         done["shards"][number] = None
     return done
@@ -67,12 +69,12 @@ def identity(meta):
 
 
 def find_damage(data_dir, meta, workers, since=0):
-    """Return {number: what is wrong} of the shards that are not, byte by byte, as in meta.json.
+    """Return {number: error} of the shards that are not, byte by byte, as in meta.json.
 
     Those unchanged since a time (in ns) are known by their size.
     """
     def examine(number):
-        """Return what is wrong with a source's shards, or None."""
+        """Return the exception that says what is wrong with a source's shards, or None."""
         try:
             entry = meta["shards"][number]
             for split in SPLITS:
@@ -81,8 +83,8 @@ def find_damage(data_dir, meta, workers, since=0):
                 shard = Shard(data_dir, split, number, meta)
                 if changed_since(since, shard.path, shard.index_path):
                     shard.verify()
-        except (ValueError, OSError, IndexError) as error:
-            return str(error)
+        except (ValueError, OSError, IndexError, MemoryError) as error:
+            return error
         return None
 
     numbers = range(len(meta["shards"]))
@@ -98,8 +100,8 @@ def check(data_dir, workers, stats):
     damage = find_damage(data_dir, meta, workers)
     for number, entry in enumerate(meta["shards"]):
         if not entry:
-            damage[number] = f"no shard of {meta['sources'][number]} yet"
-    lines = [f"shard {number:05d}: {error}" for number, error in sorted(damage.items())]
+            damage[number] = ValueError(f"no shard of {meta['sources'][number]} yet")
+    lines = [f"shard {number:05d}: {explain(error)}" for number, error in sorted(damage.items())]
     if sha256_of(Path(data_dir) / "tokenizer.json") != meta["tokenizer"]["sha256"]:
         lines.append(f"{data_dir}/tokenizer.json: its sha256 is not the one in meta.json")
     if lines:
@@ -120,6 +122,9 @@ def print_stats(data_dir, histogram=False):
     reasons = ", ".join(f"{n:,} {reason}" for reason, n in sorted(skipped.items()))
     print(f"{data_dir}: {len(meta['shards'])} source files, tokenizer {meta['tokenizer']['name']}, "
           f"vocab_size {meta['tokenizer']['vocab_size']:,}; rows skipped: {reasons or 'none'}")
+    replaced = sum(entry.get("replaced", 0) for entry in meta["shards"])
+    if replaced:
+        print(f"U+FFFD, for what was not Unicode, in {replaced:,} documents; expected UTF-8")
     table, powers = count_lengths(data_dir)
     print(f"{'':26}{'train documents':>16}{'tokens':>18}{'val documents':>16}{'tokens':>18}")
     for row, limit in zip(table, (0, *BLOCK_SIZES)):

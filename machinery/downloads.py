@@ -10,13 +10,15 @@ import re
 import sys
 import time
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 from machinery.files import first_line, sha256_of
 
 DOWNLOAD_TRIES = 6  # tries in a row without a new byte
 DOWNLOAD_TIMEOUT = (10, 30)  # seconds to connect, and of silence
 MOST_WAIT = 600  # seconds that a server may ask for
+REVISION = r"(refs/(?:convert|pr)/[^/@]+|[^/@]+)"
+HUB_NAME = re.compile(rf"hf://(datasets/)?([^/@]+/[^/@]+)@{REVISION}/(.+)")
 FIRST_BYTES = {".parquet": b"PAR1", ".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd",
                ".jsonl": b"{"}
 
@@ -32,13 +34,15 @@ def fetch(name, downloads, keep, in_part=False):
         return download(name, Path(downloads) / Path(urlsplit(name).path).name)
     if not name.startswith("hf://"):
         return name
-    match = re.fullmatch(r"hf://(datasets/)?([^/@]+/[^/@]+)@([^/]+)/(.+)", name)
+    match = HUB_NAME.fullmatch(name)
     if not match:
         raise ValueError(f"{name}: expected hf://[datasets/]OWNER/REPOSITORY@REVISION/PATH")
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     import huggingface_hub as hub
     kind, repository, revision, path = match.groups()
+    # As others spell it: with %2F for the slash, and ~parquet for the hub's own conversion.
+    revision = re.sub("^~", "refs/convert/", unquote(revision))
     where = {"repo_id": repository, "filename": path, "revision": revision,
              "repo_type": "dataset" if kind else "model"}
     try:
@@ -46,7 +50,8 @@ def fetch(name, downloads, keep, in_part=False):
         if isinstance(cached, str):
             return cached
         if in_part and name.endswith(".parquet"):
-            return hub.HfFileSystem().open(name, block_size=1 << 20)
+            name_there = f"{kind or ''}{repository}@{quote(revision, safe='')}/{path}"
+            return hub.HfFileSystem().open(name_there, block_size=1 << 20)
         return hub.hf_hub_download(**where, local_dir=None if keep else downloads)
     except Exception as error:  # the hub's, httpx's and the system's: the network's or the user's
         raise ValueError(f"{name}: cannot be fetched: {first_line(error)}") from None

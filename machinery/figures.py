@@ -95,8 +95,9 @@ def draw_differences(plt, groups, styles, base):
     figure, axis = plt.subplots(figsize=size, layout="constrained")
     for y, g in enumerate(groups):
         colour = styles[g["name"]]["color"]
-        axis.plot(g["document_interval"], [y, y], color=colour, linewidth=9, alpha=0.35,
-                  solid_capstyle="butt")
+        if g["document_interval"][0] is not None:
+            axis.plot(g["document_interval"], [y, y], color=colour, linewidth=9, alpha=0.35,
+                      solid_capstyle="butt")
         axis.errorbar(g["difference"], y, xerr=g["seed_interval"], color=colour, marker="o",
                       markersize=5)
         axis.plot(g["differences"], [y] * len(g["differences"]), "|", color=colour, markersize=11)

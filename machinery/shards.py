@@ -5,15 +5,15 @@ prepare.py writes with it; train.py and evaluate.py read.
 
 import hashlib
 import json
-import os
 from pathlib import Path
 
 import numpy as np
 
-from machinery.files import sha256, sha256_of, write_whole
+from machinery.files import sha256, sha256_of, sync, write_whole
 
 FORMAT = 1
 SPLITS = ("train", "val")
+NOTES = "shards.jsonl"  # beside meta.json while a preparation is under way
 REPAIR = "run the same prepare.py command again to repair it"
 
 
@@ -49,8 +49,7 @@ class ShardWriter:
 
         Without documents there is no file, and what a killed run may have left goes.
         """
-        self.file.flush()
-        os.fsync(self.file.fileno())
+        sync(self.file)
         self.file.close()
         index = document_starts(self.lengths).astype("<i8").tobytes()
         index_path = self.path.with_suffix(".idx")
@@ -114,14 +113,43 @@ class Shard:
 
 def check_size(path, expected):
     """Raise ValueError unless a file is there and has the expected bytes."""
-    found = path.stat().st_size if path.is_file() else None
+    try:
+        found = path.stat().st_size
+    except FileNotFoundError:
+        found = None
     if found != expected:
         found = "missing" if found is None else f"{found:,} bytes"
         raise ValueError(f"{path}: {found}; expected {expected:,} bytes; {REPAIR}")
 
 
 def write_meta(out, meta):
+    """Write meta.json, whole; what note_shard kept aside is in it."""
     write_whole(Path(out) / "meta.json", json.dumps(meta, indent=1).encode())
+    (Path(out) / NOTES).unlink(missing_ok=True)
+
+
+def note_shard(out, meta, number):
+    """Keep the entry of a source whose shards are whole, should the run be stopped.
+
+    The first makes meta.json, the others a line each in a file beside it: to write all entries
+    again for each of a thousand sources takes minutes.
+    """
+    if not (Path(out) / "meta.json").exists():
+        write_meta(out, meta)
+        return
+    with open(Path(out) / NOTES, "a", encoding="utf-8") as file:
+        file.write(json.dumps([number, meta["shards"][number]]) + "\n")
+        sync(file)
+
+
+def read_notes(data_dir):
+    """Yield (number, entry) of what note_shard kept; a line that was cut off is none."""
+    path = Path(data_dir) / NOTES
+    if not path.exists():
+        return
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        if line.endswith("\n"):
+            yield json.loads(line)
 
 
 def read_meta(data_dir):
@@ -130,18 +158,28 @@ def read_meta(data_dir):
     Raises FileNotFoundError or ValueError, saying what to type.
     """
     path = Path(data_dir) / "meta.json"
-    if not path.is_file():
-        raise FileNotFoundError(f"{data_dir}: no prepared data here; run python prepare.py "
-                                f"--out={data_dir} (or give --data=DIR)")
     try:
-        meta = json.loads(path.read_text())
+        text = path.read_text(encoding="utf-8")
+    except (FileNotFoundError, NotADirectoryError):
+        raise FileNotFoundError(f"{data_dir}: no prepared data here; run python prepare.py "
+                                f"--out={data_dir} (or give --data=DIR)") from None
+    try:
+        meta = json.loads(text)
         found = meta["format"]
     except (ValueError, KeyError, TypeError):
         found = "unreadable"
     if found != FORMAT:
         raise ValueError(f"{path}: format {found}; expected {FORMAT}; delete {data_dir} and "
                          "prepare it again")
+    for number, entry in read_notes(data_dir):
+        meta["shards"][number] = entry
     return meta
+
+
+def meta_time(data_dir):
+    """Return when a preparation last told of a shard, in ns."""
+    paths = [Path(data_dir) / "meta.json", Path(data_dir) / NOTES]
+    return max(path.stat().st_mtime_ns for path in paths if path.exists())
 
 
 def count_documents(entry):

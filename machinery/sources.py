@@ -3,6 +3,7 @@
 To add a kind of file: a reader, and its line in READERS. prepare.py reads with it.
 """
 
+import codecs
 import glob
 import io
 import itertools
@@ -22,7 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from machinery.downloads import check_hub_file, fetch
-from machinery.files import changed_since, first_line, sha256_of
+from machinery.files import changed_since, first_line, is_refusal, sha256_of
 from machinery.shards import count_documents
 
 BATCH_BYTES = 4 << 20  # of a batch of documents: memory must not grow with them
@@ -31,6 +32,10 @@ FINEWEB_EDU = ("hf://datasets/HuggingFaceTB/smollm-corpus@3ba9d605774198c5868892
                "fineweb-edu-dedup/train-{:05d}-of-00234.parquet")
 FINEWEB_EDU_SHARDS = 234
 FINEWEB_EDU_BYTES = 2_350_000_000  # of one of them, about
+ENCODINGS = {codecs.BOM_UTF8: "utf-8", codecs.BOM_UTF32_LE: "utf-32-le",
+             codecs.BOM_UTF32_BE: "utf-32-be", codecs.BOM_UTF16_LE: "utf-16-le",
+             codecs.BOM_UTF16_BE: "utf-16-be"}  # in this order: some begin as others do
+NOT_TEXT = False  # in place of a text, to be counted as such
 NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "pydoc_data",
                "__pycache__"}
 
@@ -95,10 +100,14 @@ def read_parquet(file, text_column, id_column):
     Raises ValueError if there is no text column.
     """
     # Else the whole column of a row group, which may be all of a 2.3 GB file, would be in memory.
-    file = pq.ParquetFile(file, buffer_size=1 << 20, pre_buffer=False)
+    file = pq.ParquetFile(open_local(file), buffer_size=1 << 20, pre_buffer=False)
     names = file.schema_arrow.names
     if text_column not in names:
         raise ValueError(f"no column {text_column!r}; --text_column can be {', '.join(names)}")
+    for column in (text_column, id_column):
+        if names.count(column) > 1:
+            raise ValueError(f"{names.count(column)} columns are called {column!r}; expected one "
+                             "(--text_column, --id_column)")
     has_id = id_column in names
     columns = [text_column, id_column] if has_id else [text_column]
     for group in range(file.num_row_groups):
@@ -117,7 +126,9 @@ def read_jsonl(file, text_column, id_column):
 
     Raises ValueError, naming the line, for one that is no object with a text.
     """
-    with io.BufferedReader(pa.input_stream(file), 1 << 20) as lines:  # Arrow opens .gz and .zst
+    codec = {".gz": "gzip", ".zst": "zstd"}.get(Path(str(file)).suffix)
+    stream = pa.input_stream(open_local(file), compression=codec)
+    with io.BufferedReader(stream, 1 << 20) as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
@@ -129,10 +140,25 @@ def read_jsonl(file, text_column, id_column):
                                  f"({error!r})") from None
 
 
+def open_local(file):
+    """Return a path as an Arrow file, even if its name is not UTF-8; an open file as it is."""
+    return pa.OSFile(os.fsencode(file)) if isinstance(file, str) else file
+
+
 def read_txt(file, text_column, id_column):
-    """Yield (name, bytes) of each file of a path or glob: a file is a document."""
+    """Yield (name, text) of each file of a path or glob: a file is a document.
+
+    It is UTF-8 unless it begins with the mark of another encoding, as Windows writes it. What has
+    many zero bytes is UTF-16 without a mark, or no text at all: NOT_TEXT.
+    """
     for path in local_files(file):
-        yield Path(path).name, Path(path).read_bytes()
+        text = Path(path).read_bytes()
+        mark = next((mark for mark in ENCODINGS if text.startswith(mark)), None)
+        if mark:
+            text = text[len(mark):].decode(ENCODINGS[mark], "replace")
+        elif text[:1024].count(0) > len(text[:1024]) // 8:
+            text = NOT_TEXT
+        yield Path(path).name, text
 
 
 READERS = {".parquet": read_parquet, ".jsonl": read_jsonl, ".jsonl.gz": read_jsonl,
@@ -157,11 +183,19 @@ def read_rows(name, file, text_column, id_column):
     """Yield the rows (id or None, text as str or bytes, or None) of a source, in order.
 
     The source called name (see find_sources) is at file, a path or an open file. Raises ValueError,
-    with the name, if it cannot be read.
+    with the name, if it is damaged or not as expected, and OSError or MemoryError if the system
+    failed to read it.
     """
     try:
         yield from find_reader(name)(file, text_column, id_column)
+    except MemoryError:
+        raise MemoryError(f"to read {name}") from None
+    except (pa.ArrowNotImplementedError, pa.ArrowTypeError, pa.ArrowKeyError) as error:
+        raise ValueError(f"{name}: cannot be read: {first_line(error)}; expected text in the "
+                         f"column {text_column!r} (--text_column)") from None
     except (pa.ArrowException, OSError, ValueError) as error:
+        if is_refusal(error):
+            raise OSError(error.errno, os.strerror(error.errno), name) from None
         is_file = isinstance(file, str) and os.path.isfile(file)
         size = f"{os.path.getsize(file):,} bytes, " if is_file else ""
         raise ValueError(f"{name}: {size}cannot be read: {first_line(error)}; replace it and run "
@@ -226,7 +260,7 @@ def count_rows(meta, args):
     if not all(name.endswith(".parquet") and "://" not in name for name in names):
         return None
     try:
-        return sum(pq.read_metadata(name).num_rows for name in names)
+        return sum(pq.read_metadata(open_local(name)).num_rows for name in names)
     except (pa.ArrowException, OSError):
         return None  # read_rows will say which and why
 

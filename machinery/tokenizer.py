@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from machinery.downloads import check_hub_file, fetch
+from machinery.downloads import REVISION, check_hub_file, fetch
 from machinery.files import first_line, sha256, sha256_of, write_whole
 from machinery.shards import read_meta
 
@@ -148,7 +148,7 @@ def find_tokenizer(name, out, train_texts):
         return make_tokenizer(name, Path(out), train_texts)
     if name.endswith(".json") or Path(name).exists():
         return Path(name)
-    if not re.fullmatch(r"[^/@]+/[^/@]+@[^/@]+", name):
+    if not re.fullmatch(rf"[^/@]+/[^/@]+@{REVISION}", name):
         raise ValueError(f"--tokenizer={name}: no such file; expected train:N, utf16, a "
                          f"tokenizer.json, or OWNER/REPOSITORY@REVISION such as {SMOLLM2}")
     source = f"hf://{name}/tokenizer.json"

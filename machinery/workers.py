@@ -1,27 +1,67 @@
 """Worker processes of prepare.py: batches of documents in, encoded batches out, in order."""
 
 import multiprocessing
+import os
 import signal
+import sys
+import threading
 from collections import deque
 from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import forkserver
+from pathlib import Path
 
+from machinery.files import first_line
 from machinery.twin import FAST
+
+CONTAINER_LIMIT = Path("/sys/fs/cgroup/cpu.max")  # "QUOTA PERIOD" in microseconds, or "max PERIOD"
+
+
+def count_cores():
+    """Return how many cores this process may use: a batch system or a container may give fewer."""
+    if hasattr(os, "process_cpu_count"):  # Python 3.13
+        cores = os.process_cpu_count()
+    elif hasattr(os, "sched_getaffinity"):  # Linux
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count()
+    try:
+        quota, period = CONTAINER_LIMIT.read_text(encoding="utf-8").split()
+        cores = min(cores, max(1, int(quota) // int(period)))
+    except (OSError, ValueError):  # no container, or one without a limit
+        pass
+    return cores or 1
 
 
 def start_fork_server():
     """Start the process that workers are forked from: it loads the libraries once for them all.
 
     Forking this process itself could hang the workers, since its libraries have started threads.
-    SIGINT is the parent's to handle, so the server and all workers ignore it from birth.
+    SIGINT is the parent's to handle, so the server and all workers ignore it from birth. Returns
+    whether there can be workers; if not, it is said why.
     """
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return True  # run_in_order starts them one by one
     libraries = ["numpy", "pyarrow.parquet", FAST, "tokenizers", "tqdm"]
     multiprocessing.set_forkserver_preload(libraries)
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
+        from multiprocessing import forkserver, synchronize  # noqa: F401 - both may be missing
         forkserver.ensure_running()
+        multiprocessing.Lock()
+    except (OSError, ImportError) as error:
+        print(f"no worker processes here ({first_line(error)}; TMPDIR is where they meet): one "
+              "process does it all", file=sys.stderr, flush=True)
+        return False
     finally:
         signal.signal(signal.SIGINT, handler)
+    return True
+
+
+def die_with_parent():
+    """Let this worker end when its parent is killed, and leave Ctrl-C to that."""
+    parent = multiprocessing.parent_process()
+    if parent:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
 def run_in_order(start_worker, settings, work, batches, workers):
@@ -36,7 +76,8 @@ def run_in_order(start_worker, settings, work, batches, workers):
         for batch in batches:
             yield batch, work(batch.rows)
         return
-    context = multiprocessing.get_context("forkserver")
+    methods = multiprocessing.get_all_start_methods()
+    context = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
     with ProcessPoolExecutor(workers, context, start_worker, settings) as pool:
         for batch, result in submit_ahead(pool, work, batches, 2 * workers + 2):
             yield batch, result.result()
@@ -50,7 +91,7 @@ def submit_ahead(pool, work, batches, most):
             pending.append((batch, pool.submit(work, batch.rows)))
             if len(pending) > most:
                 yield pending.popleft()
-    except (ValueError, OSError):
+    except (ValueError, OSError, MemoryError):
         yield from pending
         raise
     yield from pending

@@ -56,7 +56,7 @@ class Server(http.server.ThreadingHTTPServer):
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
-        self.files, self.script, self.log = {}, {}, []
+        self.files, self.script, self.log, self.revisions = {}, {}, [], set()
         self.url = f"http://127.0.0.1:{self.server_port}"
 
     def handle_error(self, request, client_address):
@@ -74,8 +74,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
         pass
 
     def do_GET(self):
-        hub = re.fullmatch(r"/(?:datasets/)?\w+/\w+/resolve/(\w+)/(.+)", self.path)
+        hub = re.fullmatch(r"/(?:datasets/)?\w+/\w+/resolve/([\w%.]+)/(.+)", self.path)
         path, wanted = hub[2] if hub else self.path, self.headers.get("Range")
+        if hub:
+            self.server.revisions.add(hub[1])
         self.server.log.append((self.command, path, wanted, time.monotonic()))
         if path.startswith("/api/"):
             return self.answer_json(path)
@@ -425,6 +427,25 @@ def test_hub_shards_and_tokenizer(hub, server, tokenizer_path, tmp_path):
     assert len(list(cached.rglob("*.parquet"))) == 2, "not ours to delete"
     missing = hub("--shards=2:3", flags[1], f"--out={tmp_path}/none", HF_HUB_OFFLINE="1")
     assert_one_line(missing, "train-00002-of-00234.parquet", "cannot be fetched")
+
+
+@pytest.mark.parametrize("revision", [
+    "refs/convert/parquet", "refs%2Fconvert%2Fparquet", "~parquet", "refs/pr/7", "v1.0"])
+def test_a_revision_may_be_a_path(revision, hub, server, tmp_path):
+    data = server.files["default/train/0.parquet"] = server.files[FILE.format(0)]
+    source = f"--source=hf://datasets/o/n@{revision}/default/train/0.parquet"
+    result = hub("--tokenizer=utf16", f"--out={tmp_path}/out", source)
+    assert result.returncode == 0, result.stderr
+    assert entries(tmp_path / "out")[0]["sha256"] == hashlib.sha256(data).hexdigest()
+    asked = {path for method, path, *_ in server.log if "resolve" in path}
+    assert not asked, "the whole path was taken for the revision"
+    revisions = {"~parquet": "refs/convert/parquet"}
+    wanted = revisions.get(revision, revision.replace("%2F", "/"))
+    assert server.revisions == {wanted.replace("/", "%2F")}
+    result = hub(f"--tokenizer=o/t@{revision}", f"--out={tmp_path}/few", source,
+                 "--max_documents=9")
+    assert result.returncode == 0, result.stderr
+    assert server.revisions == {wanted.replace("/", "%2F")}
 
 
 @pytest.mark.parametrize("keep", ["--keep_downloads", "--val_fraction=0"])

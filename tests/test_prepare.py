@@ -249,7 +249,7 @@ def test_a_wrong_source_is_one_line(flag, part, tmp_path, monkeypatch, prep):
     "--fraction=1", "--val_fraction=1", "--val_fraction=-1", "--val_fraction=nan", "--workers=0",
     "--shards=3", "--shards=3:3", "--shards=3:2", "--stats", "--max_documents=0", "--sourc=a",
     "--tokenizer=train:12", "--tokenizer=train:70000", "--tokenizer=train:", "--out=",
-    "--source=", "--text_column=", "--check="])
+    "--source=", "--text_column=", "--check=", "--join=a"])
 def test_a_wrong_flag_exits_with_2(flag, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["prepare.py", flag])
     with pytest.raises(SystemExit) as error:
@@ -590,12 +590,13 @@ def test_interrupted_twice_it_still_ends(seconds, tmp_path, flags):
 def test_two_runs_at_once_in_one_directory_are_refused(tmp_path, prep):
     parquet(tmp_path / "a.parquet", ["a"])
     (tmp_path / "out").mkdir()
-    code = ("import fcntl, os, sys, time\n"
-            "fcntl.flock(os.open(sys.argv[1], os.O_RDONLY), fcntl.LOCK_EX)\n"
-            "print(flush=True)\n"
-            "time.sleep(60)\n")
+    code = ("import sys, time\n"
+            "from machinery.files import only_process_in\n"
+            "with only_process_in(sys.argv[1], 'prepare.py'):\n"
+            "    print(flush=True)\n"
+            "    time.sleep(60)\n")
     arguments = [sys.executable, "-c", code, tmp_path / "out"]
-    with subprocess.Popen(arguments, stdout=subprocess.PIPE) as holder:
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, cwd=ROOT) as holder:
         holder.stdout.readline()
         with pytest.raises(ValueError, match="another prepare.py"):
             prep(tokenizer="utf16")
