@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 
 from machinery import scores
+from machinery.candidates import Candidate, load_finite, run_tokenizer, vocabulary_sha256
 from machinery.checkpoints import hash_tensors
 from machinery.errors import one_line
 from machinery.files import sha256
@@ -38,8 +39,8 @@ from machinery.huggingface import export_checkpoint, import_folder
 from machinery.options import parse_args
 from machinery.packing import cut_documents
 from machinery.references import open_reference
-from machinery.runs import data_fingerprint, run_directory
-from machinery.scorer import Candidate, Scorer, agree, load_finite, vocabulary_sha256
+from machinery.runs import data_fingerprint
+from machinery.scorer import Scorer, agree
 from machinery.shards import open_shards, read_meta
 from machinery.tokenizer import load_tokenizer, token_bytes, vocab_size
 
@@ -57,14 +58,13 @@ def open_checkpoint(path, device, dtype):
     """
     model, state = load_finite(path, device)
     model.to(getattr(torch, dtype))
-    tokenizer_path, V = run_directory(path) / "tokenizer.json", model.config.vocab_size
-    tokenizer = load_tokenizer(tokenizer_path)
-    n_ids, eot_id = vocab_size(tokenizer), state["eot_id"]
+    tokenizer, tokenizer_sha256 = run_tokenizer(path, state)
+    V, n_ids, eot_id = model.config.vocab_size, vocab_size(tokenizer), state["eot_id"]
     # An imported model may begin with another token than it ends with, and its tokenizer put it
     # there; ours is trained on texts as they are.
     prefix_id, template = state.get("bos_id", eot_id), state.get("template", False)
     if n_ids > V:
-        raise ValueError(f"{tokenizer_path}: {n_ids:,} ids, but the model of {path} has {V:,}")
+        raise ValueError(f"{path}: its tokenizer has {n_ids:,} ids, but the model {V:,}")
 
     def forward(idx, **options):
         return model(idx, **options)[0]
@@ -93,7 +93,7 @@ def open_checkpoint(path, device, dtype):
                "model_config": state["model_config"],
                "data_sha256": state.get("config", {}).get("data_fingerprint"),
                "weights_sha256": hash_tensors(sorted(model.state_dict().items())),
-               "tokenizer_sha256": sha256(tokenizer_path.read_bytes()),
+               "tokenizer_sha256": tokenizer_sha256,
                "vocabulary_sha256": vocabulary_sha256(tokenizer)},
         note=note)
 
@@ -258,7 +258,7 @@ def command_probe(args):
     from machinery.probe import draw_probe, print_probe, probe
     out = scores.scores_directory(args.checkpoint, args.out, is_reference=False)
     model, state = load_finite(args.checkpoint, args.device)
-    tokenizer = load_tokenizer(run_directory(args.checkpoint) / "tokenizer.json")
+    tokenizer, _ = run_tokenizer(args.checkpoint, state)
     data_dir = find_data(args.checkpoint, args.data or state["data"], vocabulary_sha256(tokenizer))
     seed = state.get("config", {}).get("seed", 1)
     result = probe(model, tokenizer, data_dir, args.positions, seed)

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 
 from codes import binary_codes, recode
+from machinery.candidates import load_finite, run_tokenizer
 from machinery.checkpoints import save_checkpoint
 from machinery.errors import explained
 from machinery.files import sha256, write_whole
 from machinery.runs import run_directory
-from machinery.scorer import load_finite
 from machinery.tokenizer import Utf16, load_tokenizer
 from model import Decoder, FixedCodes, ModelConfig, build_input
 
@@ -92,8 +92,7 @@ def export_checkpoint(path, out, dtype="float32"):
     if config.ffn != "swiglu":
         raise ValueError(f"{path}: ffn={config.ffn} is no Llama's; only swiglu models can be "
                          "exported")
-    tokenizer_path = run_directory(path) / "tokenizer.json"
-    tokenizer = load_tokenizer(tokenizer_path)
+    tokenizer, _ = run_tokenizer(path, state)
     if isinstance(tokenizer, Utf16):
         raise ValueError(f"{path}: its ids are UTF-16 code units, for which there is no Hugging "
                          "Face tokenizer")
@@ -108,7 +107,7 @@ def export_checkpoint(path, out, dtype="float32"):
     bos_id = state.get("bos_id", eos_id)
     files = llama_configs(config, (bos_id, tokenizer.id_to_token(bos_id)),
                           (eos_id, tokenizer.id_to_token(eos_id)), dtype, nanobit)
-    tokenizer_json = tokenizer_path.read_bytes()
+    tokenizer_json = (run_directory(path) / "tokenizer.json").read_bytes()
     if adds_tokens(tokenizer) and not state.get("template"):
         # What the model was not trained with, its users must not get.
         tokenizer_json = json.dumps(json.loads(tokenizer_json) | {"post_processor": None}).encode()

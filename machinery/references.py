@@ -9,11 +9,12 @@ import sys
 import numpy as np
 import torch
 
+from machinery.candidates import Candidate, vocabulary_sha256
 from machinery.checkpoints import hash_tensors
 from machinery.errors import explained
 from machinery.files import sha256
 from machinery.packing import Group, make_groups
-from machinery.scorer import MAX_LENGTH, Candidate, Scorer, vocabulary_sha256
+from machinery.scorer import MAX_LENGTH, Scorer
 
 # What architectures call the most positions they take; Mamba and Bloom have no such limit.
 CONTEXT_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")

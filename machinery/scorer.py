@@ -8,12 +8,9 @@ subject. Short rows are packed: there is little padding (machinery/packing.py).
 """
 
 import hashlib
-import json
 import math
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable
 
 import numpy as np
 import torch
@@ -21,56 +18,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from machinery.checkpoints import load_model
 from machinery.errors import is_out_of_memory
-from machinery.files import sha256
 from machinery.packing import count_tokens, cut_request, lay_out, make_groups, plan_batches
-from machinery.tokenizer import UTF16_JSON, Utf16
 
 MAX_LENGTH = 2048   # the paper's, for every model: a longer context would give a reference longer
 #                     prompts and windows
 SOFTMAX_ROWS = 128  # logits in float32 at a time, which stay in a CPU's cache
-
-
-@dataclass
-class Candidate:
-    """A model that can be scored.
-
-    forward(idx (B, T), positions=None, mask=None, cache=None, select=(rows, columns)) -> logits
-    (n, V), as Decoder.forward; encode(texts, special) -> lists of ids, where special lets the
-    tokenizer add what it adds to a text (a Llama's BOS); generate(prompt ids, max_new_tokens,
-    temperature, top_k, generator=None) -> the ids that follow, one by one.
-    """
-    forward: Callable
-    new_cache: Callable
-    encode: Callable
-    decode: Callable
-    generate: Callable
-    prefix_id: int      # stands for an empty context
-    prefix_reason: str
-    n_ids: int          # ids that the tokenizer knows; a head may have more rows
-    context: int        # the most positions the model takes
-    facts: dict         # what it is: name, step, hashes
-    note: str = ""      # what to know about its scores
-    shares: bool = True  # it obeys a tree's mask and positions, and continues from keys and values
-
-
-def load_finite(path, device="cpu"):
-    """Return load_model(path, device). Raises ValueError for weights that are not all finite."""
-    model, state = load_model(path, device)
-    for name, weight in model.named_parameters():
-        if not torch.isfinite(weight).all():
-            raise ValueError(f"{path}: {name} holds values that are not finite; use an earlier "
-                             "checkpoint of the run")
-    return model, state
-
-
-def vocabulary_sha256(tokenizer):
-    """Return the sha256 of what each id stands for, of a Tokenizer, a Utf16 or one of transformers:
-    ids of two tokenizers with the same are the same texts, whatever else their files say."""
-    if isinstance(tokenizer, Utf16):
-        return sha256(UTF16_JSON)
-    return sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode())
 
 
 def agree(facts):

@@ -52,10 +52,10 @@ def scores_name(args, facts):
     label = args.suite or args.tasks.replace(",", "+")
     if len(label) > LONGEST_LABEL:
         label = f"{args.tasks.count(',') + 1}tasks-{digest(args.tasks)}"
+    if args.limit:
+        marks.insert(0, f"limit{args.limit}")
     if args.num_fewshot is not None:
         marks.insert(0, f"{args.num_fewshot}shot")
-    if args.limit:
-        marks.append(f"limit{args.limit}")
     return "-".join(["_".join([label, *marks]), *step]) + ".json"
 
 

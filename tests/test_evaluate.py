@@ -31,11 +31,12 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 import evaluate
 from machinery import benchmarks, huggingface, packing, references, scores
+from machinery.candidates import Candidate
 from machinery.checkpoints import load_model
 from machinery.errors import one_line
 from machinery.harness import HarnessLM
 from machinery.runs import data_fingerprint
-from machinery.scorer import Candidate, Scorer
+from machinery.scorer import Scorer
 from machinery.shards import open_shards, read_meta
 from machinery.tokenizer import UTF16_JSON, load_tokenizer, train_tokenizer
 from model import Decoder, ModelConfig
@@ -508,9 +509,16 @@ def test_audit_is_over_the_multiset(binary):
 
 
 @functools.cache
+def load_shared(name):
+    return benchmarks.load_tasks([name], None, EVAL / "data")
+
+
 def shared_tasks(name, shots):
-    """Return load_tasks of the benchmarks in ../shared, once for each."""
-    return benchmarks.load_tasks([name], shots, EVAL / "data")
+    """Return load_tasks of a benchmark in ../shared, of which each is loaded once."""
+    loaded = load_shared(name)
+    for task in loaded["tasks"].values():
+        task.set_config("num_fewshot", shots)
+    return loaded
 
 
 @needs_shared
@@ -749,7 +757,7 @@ def test_score_writes_and_prints_the_protocol(make_run, tasks_dir, monkeypatch, 
     tail = ("--limit=2", f"--include_path={tasks_dir}", "--device=cpu")
     call(monkeypatch, "score", directory, "--tasks=own_choice,own_page", "--dtype=bfloat16", *tail)
     out = capsys.readouterr().out
-    path = directory / "own_choice+own_page_limit2-00000009.json"
+    path = directory / "own_choice+own_page_limit2_bfloat16-00000009.json"
     result = json.loads(path.read_text(encoding="utf-8"))
     protocol = result["protocol"]
     assert set(protocol) >= {
@@ -1080,32 +1088,40 @@ def test_paths_are_taken_as_the_shell_would(make_run, tmp_path, monkeypatch, cap
     assert sorted(path.name for path in tmp_path.iterdir()) == ["again", "hf", "run"]
 
 
-def test_a_console_of_ascii_and_a_notebook_s_back_end(make_run, prepared, tmp_path):
-    run_directory = Path(shutil.copytree(make_run("learned", vocab_size=320), tmp_path / "run"))
-    code, out, error = run("sample", run_directory, "--prompt", "naïve 日本", "--device=cpu",
-                           "--max_new_tokens=5", PYTHONIOENCODING="ascii")
-    assert code == 0 and out.startswith("na?ve ??"), error
-    code, out, error = run("probe", run_directory, f"--data={prepared}", "--device=cpu",
+def test_a_console_of_ascii_and_a_notebook_s_back_end(make_run, prepared, tmp_path, monkeypatch):
+    console = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", console)
+    with one_line("evaluate.py"):
+        call(monkeypatch, "sample", make_run("learned"), "--prompt", "naïve 日本", "--device=cpu",
+             "--max_new_tokens=5")
+    console.flush()
+    assert console.buffer.getvalue().startswith(b"na?ve ??")
+    directory = Path(shutil.copytree(make_run("learned", vocab_size=320), tmp_path / "日本"))
+    code, out, error = run("probe", directory, f"--data={prepared}", "--device=cpu",
                            PYTHONIOENCODING="ascii",
                            MPLBACKEND="module://matplotlib_inline.backend_inline")
-    assert code == 0 and (run_directory / "probe-00000007.png").exists(), error
+    assert code == 0 and (directory / "probe-00000007.png").exists(), error
 
 
-def test_processes_that_were_told_different_things_stop(make_run, tasks_dir, tmp_path):
+def test_processes_that_were_told_different_things_stop(make_run, monkeypatch):
     """The same command is not the same where a shell expands it for each process."""
-    script = tmp_path / "start.py"
-    script.write_text(f"""
-import os, runpy, sys
-sys.path.insert(0, {str(ROOT)!r})
-sys.argv = ["evaluate.py", "score", {str(make_run("binary"))!r}, "--tasks=own_choice",
-            {f"--include_path={tasks_dir}"!r}, "--device=cpu", f"--limit={{os.environ['RANK']}}1"]
-runpy.run_path({str(ROOT / "evaluate.py")!r}, run_name="__main__")
-""", encoding="utf-8")
-    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone",
-                           "--nproc_per_node=2", script], capture_output=True, text=True,
-                          timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert done.returncode != 0
-    assert "evaluate.py: the processes differ in limit: 1, 11; give all" in done.stderr
+    theirs = {}
+
+    def gather(out, own):
+        out[:] = [own, {**own, **theirs}]
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name, value in (("init_process_group", lambda _: None), ("is_initialized", lambda: True),
+                        ("get_world_size", lambda: 2), ("all_gather_object", gather)):
+        monkeypatch.setattr(torch.distributed, name, value)
+    for name, value, said in (("limit", 1, "limit: 2, 1; give all"),
+                              ("data_dir", "a", "data_dir: None, a; give all"),
+                              ("the weights", "w", "the weights: .*, w; give all")):
+        theirs.clear()
+        theirs[name] = value
+        with pytest.raises(ValueError, match=f"the processes differ in {said}"):
+            call(monkeypatch, "score", make_run("binary"), "--tasks=piqa", "--limit=2",
+                 "--device=cpu")
 
 
 def test_code_that_comes_with_a_model_is_run_only_if_told(make_reference, tmp_path, transformers,
@@ -1150,8 +1166,24 @@ def test_reference_without_transformers(monkeypatch):
         references.open_reference("x", "cpu", "float32")
 
 
+@pytest.mark.parametrize("command", ("score", "sample", "probe", "export"))
+def test_a_tokenizer_that_is_not_the_run_s_is_refused(make_run, prepared, tmp_path, monkeypatch,
+                                                      command):
+    """It is known by its sha256, which the checkpoint has; another of as many ids would do."""
+    run = Path(shutil.copytree(make_run("learned", vocab_size=320), tmp_path / "run"))
+    path, tokenizer = run / "step-00000007.pt", run / "tokenizer.json"
+    facts = {"tokenizer_sha256": hashlib.sha256(tokenizer.read_bytes()).hexdigest()}
+    torch.save(torch.load(path, weights_only=True) | facts, path)
+    tokenizer.write_text(json.dumps(read_json(tokenizer), indent=7), encoding="utf-8")
+    words = {"score": ["score", run, f"--data={prepared}"], "sample": ["sample", run],
+             "probe": ["probe", run, f"--data={prepared}"],
+             "export": ["export", run, tmp_path / "hf"]}
+    with pytest.raises(ValueError, match="tokenizer.json: its sha256 is not the check"):
+        call(monkeypatch, *words[command])
+
+
 def test_tokenizer_larger_than_the_model_is_refused(make_run):
-    with pytest.raises(ValueError, match="320 ids, but the model"):
+    with pytest.raises(ValueError, match="320 ids, but the model 300"):
         open_run(make_run("learned", vocab_size=300))
 
 
