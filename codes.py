@@ -257,6 +257,40 @@ FIXED = dict(binary=fixed_binary, gf2=fixed_gf2, random=fixed_random, sinusoid=f
 
 # --- Checks
 
+def check_codebook(name, made, vocab_size, width):
+    """Return what an interface of FIXED returned; raise ValueError unless it can be an input.
+
+    It can be with a codebook [vocab_size, width] of uint8 bits, or of int32 from to_fixed_point, in
+    which no two ids are alike, and with nothing but NumPy arrays beside it.
+    """
+    expected = f"expected {{'codebook': integers [{vocab_size}, {width}]}}"
+    if not isinstance(made, dict):
+        kind = "an array" if isinstance(made, np.ndarray) else f"a {type(made).__name__}"
+        raise ValueError(f"input={name}: its function returned {kind}: {expected}")
+    if "codebook" not in made:
+        raise ValueError(f"input={name}: its function returned the keys {', '.join(made)}: "
+                         "expected codebook among them")
+    for key, array in made.items():
+        if not isinstance(array, np.ndarray):
+            raise ValueError(f"input={name}: its {key} is a {type(array).__name__}: expected a "
+                             "NumPy array")
+    codes = made["codebook"]
+    found = f"input={name}: its codebook is {codes.dtype} {list(codes.shape)}"
+    if codes.dtype not in (np.uint8, np.int32):
+        raise ValueError(f"{found}: expected uint8 for bits, or int32 as to_fixed_point returns")
+    if codes.shape != (vocab_size, width):
+        raise ValueError(f"{found}: expected [{vocab_size}, {width}]")
+    if codes.dtype == np.uint8 and codes.max() > 1:
+        raise ValueError(f"input={name}: its codebook has bits other than 0 and 1, such as "
+                         f"{codes.max()}")
+    _, first, code = np.unique(codes, axis=0, return_index=True, return_inverse=True)
+    twins = np.flatnonzero(first[code.ravel()] != np.arange(vocab_size))
+    if twins.size:
+        raise ValueError(f"{found} and ids {first[code.ravel()[twins[0]]]} and {twins[0]} have one "
+                         f"code ({twins.size} such ids): a model could not tell them apart")
+    return made
+
+
 def code_report(codes):
     """Return the facts of a codebook uint8 [V, K] that the paper reports, as plain Python values.
 

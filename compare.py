@@ -7,12 +7,12 @@ the paper does not do.
     scores   of each task, the difference of the first file to each other one on the same documents
              accuracies       exact McNemar test: b ~ Binomial(b + c, 1/2) of b + c documents that
                               one alone has right
-             log-likelihoods  paired bootstrap of the mean difference (bits per byte of a page: of
-                              a ratio of sums)
+             log-likelihoods  sign-flip test of the mean difference (bits per byte of a page: of a
+                              ratio of sums), interval by subsets of the documents
              across tasks     Holm's correction, for the tests of one kind on one pair of models
     runs     of each input interface, the difference to --baseline in held-out loss, two intervals
              seeds            Student's t over differences of single seeds: other weights, windows
-             documents        paired bootstrap of documents, losses averaged over the seeds before
+             documents        by subsets of the documents, losses averaged over the seeds before
 
 Usage:
     python compare.py out/smoke-*                      runs: every interface against learned
@@ -27,17 +27,19 @@ documents and prompts, and runs that differ in more than input and seed.
 
 import argparse
 import difflib
-import json
 import math
+import os
 import sys
 from pathlib import Path
 
 import numpy as np
 
 from machinery.figures import draw_runs
+from machinery.files import replace_in_console
+from machinery.results import LABELS, list_rows, read_json, read_run, read_scores
 from machinery.runs import FREE_ON_RESUME
-from machinery.statistics import LEVEL, holm, mcnemar, paired_bootstrap, student_interval
-from machinery.tables import ACCURACIES, describe_runs, describe_scores
+from machinery.statistics import LEVEL, holm, mcnemar, paired_subsets, student_interval
+from machinery.tables import ACCURACIES, describe_runs, describe_scores, to_json
 
 TESTED = (*ACCURACIES, "loglikelihood", "bits_per_byte")
 # The paper's own figures (its results section), as printed there: accuracies in percent. Not
@@ -62,60 +64,19 @@ PUBLISHED = {
     "SmolLM2-135M": {"hellaswag": {"acc_norm": 43.02}},
     "SmolLM2-360M": {"hellaswag": {"acc_norm": 56.28}},
 }
-# The fields of config.json that describe an input beside its name, as a label says them, and what
-# goes without saying.
-LABELS = {"code_seed": ("code {}", None), "code_offset": ("offset {}", "0"),
-          "code_values": ("{}", "01"), "code_scale": ("scale {}", "1"), "lift": ("{}", "tile"),
-          "table_free": ("table-free", "False")}
 # What may differ between runs: their input and seed, and where and how they ran, as on a resume,
 # but for what changes the curves. All other fields are the experiment.
 FREE = {"input", "seed", *LABELS, "initial_body_sha256", "parameters", "code_report",
         *FREE_ON_RESUME} - {"max_targets", "eval_windows"}
 
 
-def read_json(path):
-    """Return what a JSON file, or each line of a .jsonl file, holds; ValueError if not JSON."""
-    path = Path(path)
-    try:
-        text = path.read_text()
-        if path.suffix == ".json":
-            return json.loads(text)
-        return [json.loads(line) for line in text.splitlines()]
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path}: not JSON ({error})") from None
-
-
 # --- Scores
-
-def read_scores(path):
-    """Return a scores file as a dict, with its name. Raises ValueError if it is not one."""
-    scores = read_json(path)
-    keys = {"model", "protocol", "tasks", "groups"}
-    if not isinstance(scores, dict) or not keys <= set(scores):
-        raise ValueError(f"{path}: not a scores file; expected what evaluate.py score "
-                         "--suite=paper writes")
-    return scores | {"name": scores["model"]["name"], "path": str(path)}
-
 
 def name_models(files):
     """Return a short, distinct name for each file: the model's, or the path where two share one."""
-    names = [Path(scores["name"]).name.removesuffix(".pt") for scores in files]
+    names = [scores["name"] for scores in files]
     paths = [scores["path"].removesuffix(".json") for scores in files]
     return [name if names.count(name) == 1 else path for name, path in zip(names, paths)]
-
-
-def list_rows(scores):
-    """Return {name: (its tasks' names, its metrics)}: each task in no group, and each group."""
-    grouped = set()
-    for group in scores["groups"].values():
-        grouped.update(group["tasks"])
-    rows = {}
-    for name, task in scores["tasks"].items():
-        if name not in grouped:
-            rows[name] = [name], task["metrics"]
-    for name, group in scores["groups"].items():
-        rows[name] = group["tasks"], group["metrics"]
-    return rows
 
 
 def list_remarks(first, other):
@@ -161,11 +122,13 @@ def read_values(scores, tasks, metric):
     for task in tasks:
         docs = scores["tasks"][task]["docs"]
         for doc_id, value in zip(docs["doc_id"], docs.get(metric, ())):
-            if value is not None and metric == "bits_per_byte":
-                nats, n_bytes = value
-                values[task, doc_id] = -nats / math.log(2), n_bytes
-            elif value is not None:
-                values[task, doc_id] = value, 1
+            if value is None and metric == "loglikelihood":
+                continue  # of a right answer that this document does not have
+            value, weight = value if metric == "bits_per_byte" else (value, 1)
+            value = math.nan if value is None else value  # in JSON null is what is not finite
+            if metric == "bits_per_byte":
+                value = -value / math.log(2)
+            values[task, doc_id] = value, weight
     return values
 
 
@@ -179,15 +142,21 @@ def read_paired(first, other, tasks, metric):
 
 def compare_metric(task, metric, a, b, resamples):
     """Return the comparison of paired values and weights a, b [n, 2], as compare_pair lists it."""
+    result = {"task": task, "metric": metric, "n": len(a),
+              "not_finite": [int((~np.isfinite(side).all(1)).sum()) for side in (a, b)]}
     difference, weight = b[:, 0] - a[:, 0], a[:, 1]
     total = weight.sum()
-    low, high, p = paired_bootstrap(difference, weight, resamples)
-    result = {"task": task, "metric": metric, "n": len(a), "first": a[:, 0].sum() / total,
-              "other": b[:, 0].sum() / total, "difference": difference.sum() / total,
-              "low": low, "high": high, "test": "paired bootstrap", "p": p}
+    if any(result["not_finite"]) or total == 0:
+        keys = ("first", "other", "difference", "low", "high", "p", "p_least", "p_holm")
+        return result | dict.fromkeys(keys) | {"test": "not finite"}
+    low, high, p, least = paired_subsets(difference, weight, resamples)
+    result |= {"first": a[:, 0].sum() / total, "other": b[:, 0].sum() / total,
+               "difference": difference.sum() / total, "low": low, "high": high,
+               "test": "sign flips", "p": p, "p_least": least}
     if metric in ACCURACIES and np.isin(difference, (-1, 0, 1)).all():
         only_first, only_other = int((difference < 0).sum()), int((difference > 0).sum())
         result |= {"test": "exact McNemar", "p": mcnemar(only_first, only_other),
+                   "p_least": min(1.0, 2.0 ** (1 - only_first - only_other)),
                    "only_first": only_first, "only_other": only_other}
     return result
 
@@ -195,9 +164,11 @@ def compare_metric(task, metric, a, b, resamples):
 def compare_pair(first, other, resamples):
     """Return the paired comparisons of two files: a dict for each task and metric that both have.
 
-    Keys: task, metric, n (documents), first, other, difference (other - first), low, high (95 %),
-    test, p, p_holm; for accuracies also only_first, only_other (documents that one alone has
-    right). Accuracies are shares, log-likelihoods nats a document.
+    Keys: task, metric, n (documents), first, other, difference (other - first), low, high (95 %;
+    None where documents are too few), test, p, p_least (what so many documents can give), p_holm,
+    not_finite (documents, of each); for accuracies also only_first, only_other (documents that one
+    alone has right). Accuracies are shares, log-likelihoods nats a document. Without finite values
+    of both for every document all results are None.
     """
     results, there = [], list_rows(other)
     for task, (tasks, _) in list_rows(first).items():
@@ -207,7 +178,8 @@ def compare_pair(first, other, resamples):
             if len(a) and not (is_page and metric == "loglikelihood"):
                 results.append(compare_metric(task, metric, a, b, resamples))
     for metric in TESTED:
-        family = [result for result in results if result["metric"] == metric]
+        family = [result for result in results
+                  if result["metric"] == metric and result["p"] is not None]
         for result, corrected in zip(family, holm([result["p"] for result in family])):
             result["p_holm"] = corrected
     return results
@@ -241,55 +213,25 @@ def compare_scores(paths, published=(), resamples=10_000):
     for name, scores in zip(names, files):
         told = list_paper_remarks(scores, published) if published else []
         remarks += [f"{name}: {remark}" for remark in told]
-    metrics = {}
+    metrics, pairs = {}, []
     for name, scores in zip(names, files):
         metrics[name] = {task: values for task, (_, values) in list_rows(scores).items()}
-    pairs = [{"first": names[0], "other": name, "tests": compare_pair(first, other, resamples)}
-             for name, other in zip(names[1:], files[1:])]
+    for name, other in zip(names[1:], files[1:]):
+        tests = compare_pair(first, other, resamples)
+        pairs.append({"first": names[0], "other": name, "tests": tests})
+        for t in tests:
+            for side, n in zip((names[0], name), t["not_finite"]):
+                if n:
+                    remarks.append(f"{side}: {t['metric']} of {t['task']} is not finite in {n} of "
+                                   f"{t['n']} documents, and gets no p value")
     return {"models": names, "files": [scores["path"] for scores in files],
-            "limits": [scores["protocol"].get("limit") for scores in files], "remarks": remarks,
+            "limits": [scores["protocol"].get("limit") for scores in files],
+            "remarks": list(dict.fromkeys(remarks)),
             "metrics": metrics, "published": {name: PUBLISHED[name] for name in published},
             "pairs": pairs}
 
 
 # --- Runs
-
-def label(config):
-    """Return the name of a run's input: binary, gf2 code 7 (its code_seed), binary pm1 ..."""
-    words = [config["input"]]
-    for field, (text, silent) in LABELS.items():
-        said = field != "code_seed" or config["input"] in ("gf2", "random")
-        if said and str(config.get(field, silent)) != str(silent):
-            words.append(text.format(config[field]))
-    return " ".join(words)
-
-
-def read_run(path):
-    """Return a finished and scored run directory as a dict.
-
-    Keys: path, label, config, curve (targets -> loss on the fixed validation windows), heldout (its
-    held-out score), documents (float64 [n, 2]: targets and nats), targets_per_second (the median).
-    Raises FileNotFoundError for a file that is not there, ValueError for a run that is not finished
-    and scored.
-    """
-    path = Path(path)
-    if not (path / "config.json").exists():
-        raise FileNotFoundError(f"{path}: no config.json; name run directories that train.py wrote")
-    config, rows = read_json(path / "config.json"), read_json(path / "log.jsonl")
-    scores = sorted(path.glob("heldout-*.json"))
-    heldout = read_json(scores[-1]) if scores else {"step": 0}
-    done = max((row["targets"] for row in rows), default=0)
-    scored = heldout["step"] * config["tokens_per_step"]
-    if done < config["max_targets"] or scored != done:
-        raise ValueError(f"{path}: {done:,} of {config['max_targets']:,} targets trained, "
-                         f"{scored:,} at its held-out score; finish it with train.py --resume, "
-                         f"and score it with python evaluate.py score {path}")
-    documents = [[d["targets"], d["nats"]] for d in heldout["documents"]]
-    speeds = [row["targets_per_second"] for row in rows if "loss" in row]
-    return {"path": str(path), "label": label(config), "config": config, "heldout": heldout,
-            "curve": {row["targets"]: row["val_loss"] for row in rows if "val_loss" in row},
-            "documents": np.array(documents, float), "targets_per_second": np.median(speeds).item()}
-
 
 def check_comparable(runs, by):
     """Raise ValueError, naming the fields, unless runs differ in input, seed and `by` only."""
@@ -343,12 +285,13 @@ def summarize(seeds, base, resamples):
     curves = [set(run["curve"]) for run in [*runs, *base.values()]]
     points = sorted(set.intersection(*curves))
     config = pairs[0][0]["config"]
+    speeds = [run["targets_per_second"] for run in runs]
     group = {"seeds": list(seeds), "runs": [run["path"] for run in runs],
              "losses": losses, "differences": differences,
              "bits_per_byte": np.mean([run["heldout"]["bits_per_byte"] for run in runs]).item(),
-             "document_interval": paired_bootstrap(nats, weights, resamples)[:2],
+             "document_interval": paired_subsets(nats, weights, resamples)[:2],
              "curve_targets": points, "curve_losses": [], "curve_differences": [],
-             "targets_per_second": np.mean([run["targets_per_second"] for run in runs]).item(),
+             "targets_per_second": np.mean(speeds).item() if None not in speeds else None,
              "parameters": config.get("parameters"), "code_report": config.get("code_report"),
              "loss": loss, "loss_interval": loss_interval,
              "difference": difference, "seed_interval": seed_interval}
@@ -403,7 +346,8 @@ def parse_args():
          help="run directories, or .json files of evaluate.py score")
     flag("--format", choices=("text", "markdown", "json"), default="text",
          help="of the output (default: %(default)s)")
-    flag("--resamples", type=int, default=10_000, help="of the bootstrap (default: %(default)s)")
+    flag("--resamples", type=int, default=10_000,
+         help="random subsets of the documents (default: %(default)s)")
     flag("--published", default="",
          help=f"scores: columns of the paper's own figures, as {','.join(PUBLISHED)}")
     flag("--baseline", default="learned",
@@ -413,6 +357,13 @@ def parse_args():
     flag("--out", default="out/comparison",
          help="runs: directory to write to (default: %(default)s)")
     args = parser.parse_args()
+    args.paths, args.out = [os.path.expanduser(path) for path in args.paths], Path(args.out)
+    args.out = args.out.expanduser()
+    of_scores = [path for path in args.paths if path.endswith(".json")]
+    if of_scores and len(of_scores) < len(args.paths):
+        run = next(path for path in args.paths if path not in of_scores)
+        parser.error(f"{of_scores[0]} holds scores, {run} does not: compare runs with runs and "
+                     "scores with scores")
     args.published = [name for name in args.published.split(",") if name]
     unknown = [name for name in args.published if name not in PUBLISHED]
     if unknown:
@@ -433,8 +384,8 @@ def write_comparison(result, out):
     """Write comparison.json, comparison.md and the figures of compare_runs' result."""
     out.mkdir(parents=True, exist_ok=True)
     figures = "".join(f"\n![{name}]({name}.png)\n" for name in draw_runs(result, out))
-    (out / "comparison.json").write_text(json.dumps(result, indent=1))
-    (out / "comparison.md").write_text(describe_runs(result, True) + figures)
+    (out / "comparison.json").write_text(to_json(result), encoding="utf-8")
+    (out / "comparison.md").write_text(describe_runs(result, True) + figures, encoding="utf-8")
     print(f"written to {out}", file=sys.stderr)
 
 
@@ -446,17 +397,30 @@ def main():
         result = compare_scores(args.paths, args.published, args.resamples)
     else:
         describe = describe_runs
+        if args.out.exists() and not args.out.is_dir():
+            raise ValueError(f"--out={args.out}: a file is there; name another directory")
         result = compare_runs(args.paths, args.baseline, args.by, args.resamples)
     if args.format == "json":
-        print(json.dumps(result, indent=1))
+        print(to_json(result))
     else:
         print(describe(result, args.format == "markdown"))
     if not of_scores:
-        write_comparison(result, Path(args.out))
+        write_comparison(result, args.out)
+
+
+def run():
+    """Run main; end a mistake of the user's, or of the machine's, in one line."""
+    replace_in_console()
+    try:
+        main()
+        sys.stdout.flush()
+    except BrokenPipeError:  # as of head: whoever reads has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except ImportError as error:
+        sys.exit(f"compare.py: {error}; run pip install -r requirements.txt")
+    except (ValueError, OSError, MemoryError) as error:
+        sys.exit(f"compare.py: {error or 'out of memory'}")
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except (ValueError, OSError) as error:
-        sys.exit(f"compare.py: {error}")
+    run()

@@ -257,7 +257,8 @@ def command_probe(args):
     run = run_directory(args.checkpoint)
     tokenizer = load_tokenizer(run / "tokenizer.json")
     data_dir = find_data(args.checkpoint, args.data or state["data"], vocab_size(tokenizer))
-    result = probe(model, tokenizer, data_dir, args.positions)
+    seed = state.get("config", {}).get("seed", 1)
+    result = probe(model, tokenizer, data_dir, args.positions, seed)
     facts = {"checkpoint": str(args.checkpoint), "step": state["step"], "data": str(data_dir)}
     path = run / f"probe-{state['step']:08d}.json"
     write_whole(path, json.dumps(facts | result).encode())

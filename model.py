@@ -31,6 +31,7 @@ from codes import (
     CODE_SEED,
     FIXED,
     FRACTION_BITS,
+    check_codebook,
     check_seed,
     code_report,
     min_bits,
@@ -161,7 +162,8 @@ class FixedCodes(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        arrays = FIXED[config.input](config.vocab_size, config.code_seed, config.code_offset)
+        made = FIXED[config.input](config.vocab_size, config.code_seed, config.code_offset)
+        arrays = check_codebook(config.input, made, config.vocab_size, config.n_bits)
         codebook = torch.from_numpy(arrays["codebook"])
         self.unit = 2.0**-FRACTION_BITS if codebook.dtype == torch.int32 else 1.0
         self.scale = 1.0

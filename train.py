@@ -12,9 +12,9 @@ else, so a resume, another number of processes, another micro-batch or more eval
 change what is learned from. The number of streams (two, as in the paper) belongs to the experiment,
 the number of processes to the machine.
 
-SIGTERM, SIGINT and SIGUSR1 end a run after the current update, with a checkpoint and exit code 75:
---resume continues it. Under torchrun give the save time (--shutdown_timeout=600) and pass SIGUSR1
-on (--signals_to_handle=SIGTERM,SIGINT,SIGUSR1).
+SIGTERM, SIGINT, SIGUSR1 and SIGHUP end a run after the current update, with a checkpoint and exit
+code 75: --resume continues it. Under torchrun give the save time (--shutdown_timeout=600) and pass
+them on (--signals_to_handle=SIGTERM,SIGINT,SIGUSR1,SIGHUP).
 Exit codes: 0 done, 1 wrong data or a failure, 2 a wrong flag, 75 stopped by a signal.
 
 Reads data/NAME (made by prepare.py, which runs first). Writes out/PRESET-INPUT-sSEED: config.json,
@@ -36,27 +36,22 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from machinery.checkpoints import facts_of, load_run, save_run, scatter_state
+from machinery.checkpoints import facts_of, open_run, save_run, scatter_state
 from machinery.costs import print_costs, print_model
-from machinery.machine import (
+from machinery.processes import (
     all_reduce_max,
-    catch_signals,
     exit_with,
+    in_all,
+    in_first,
     launched_processes,
     speaker,
     start_processes,
 )
 from machinery.reports import Reporter
-from machinery.runs import (
-    claim_run,
-    cut_log,
-    data_fingerprint,
-    experiment_of,
-    list_checkpoints,
-    record_run,
-)
+from machinery.runs import data_fingerprint, experiment_of, list_checkpoints, record_run
 from machinery.settings import model_config, parse_args, with_micro_batch
 from machinery.shards import open_shards, read_meta
+from machinery.signals import STOPPED, catch_signals, stop_soon
 from machinery.sweep import run_sweep
 from machinery.tokenizer import load_tokenizer, token_bytes
 from model import Decoder
@@ -100,7 +95,6 @@ PRESETS = {
         checkpoint_activations="none"),
 }
 BETAS, EPS, WEIGHT_DECAY, GRAD_CLIP = (0.9, 0.95), 1e-8, 0.01, 1.0  # the paper, "Training"
-STOPPED = 75  # exit code after a signal (EX_TEMPFAIL of sysexits.h: try again)
 
 
 def learning_rate(step, max_lr, min_lr, warmup_steps, decay_steps):
@@ -152,6 +146,7 @@ class WindowSampler:
         self.block_size, self.seed = block_size, seed
         self.windows_per_visit = windows_per_visit
         self.visits = {}  # stream -> (visit, tokens, starts): each stream keeps one shard mapped
+        self.verified = set()
         if not self.shards:
             documents = sum(shard.documents for shard in shards)
             longest = max((shard.longest for shard in shards), default=0)
@@ -171,6 +166,9 @@ class WindowSampler:
         n, T = len(self.shards), self.block_size
         order = uniforms(self.seed, stream, SHARD_ORDER, visit // n, n).argsort()
         shard = self.shards[order[visit % n]]
+        if shard not in self.verified:  # once: its sha256 is what the experiment is known by
+            shard.verify()
+            self.verified.add(shard)
         tokens, starts = shard.map()  # mapped anew: a long-lived mapping looks like a leak
         lengths = np.diff(starts)
         eligible = np.flatnonzero(lengths > T)
@@ -245,21 +243,24 @@ def unigram_entropy(shards, vocab_size, limit=50_000_000):
 
 def load_validation(args, rank, world_size, say):
     """Return this process's part of the fixed validation windows, (inputs, targets, bytes of text
-    per target); None if there are none. They depend on the data alone, not on the seed, so the
-    losses of any two runs can be compared."""
+    per target); None if there are none.
+
+    They are the first eval_windows of one sequence that depends on the data and block_size alone,
+    not on the seed, so the losses of any two runs can be compared.
+    """
     shards = [shard for shard in open_shards(args.data, "val") if shard.longest > args.block_size]
     if not shards:
         say(f"no evaluation: {args.data} has no validation document of more than "
             f"{args.block_size} tokens")
         return None
-    sampler = WindowSampler(shards, args.block_size, seed=0,
-                            windows_per_visit=-(-args.eval_windows // len(shards)))
+    sampler = WindowSampler(shards, args.block_size, seed=0, windows_per_visit=1)
     inputs, targets = sampler.batch([(0, w) for w in range(args.eval_windows)])
     sizes = token_bytes(load_tokenizer(Path(args.data) / "tokenizer.json"))
     bytes_per_target = sizes[targets.numpy()].mean().item()
-    # Equal shares, for a sharded model runs everywhere or nowhere: rows that fill up do not count.
-    n = len(inputs)
-    rows = torch.arange(rank, -(-n // world_size) * world_size, world_size)
+    # Equal shares, for a sharded model runs everywhere or nowhere, and whole micro-batches, so that
+    # a compiled one sees one shape: rows that fill up do not count.
+    n, unit = len(inputs), world_size * args.micro_batch
+    rows = torch.arange(rank, -(-n // unit) * unit, world_size)
     counts = (rows < n)[:, None]
     return inputs[rows % n], targets[rows % n].where(counts, -1), bytes_per_target
 
@@ -388,12 +389,9 @@ def main():
         return print_costs(args, launched_processes(), config, flops, say)
 
     rank, world_size, device = start_processes(args)
-    meta, sampler, validation = open_data(args, rank, world_size, say)
+    meta, sampler, validation = in_all(lambda: open_data(args, rank, world_size, say))
     experiment = experiment_of(args) | {"data_fingerprint": data_fingerprint(meta)}
-    log_file = state = None  # the first process has them
-    if rank == 0:
-        log_file = claim_run(args.out)
-        state = load_run(args, experiment, say)
+    log_file, state = in_first(lambda: open_run(args, experiment, say), otherwise=(None, None))
     report = Reporter(args, log_file, flops / world_size, device, say)
     model = Decoder(config, args.seed)
     model.checkpoint_activations = args.checkpoint_activations
@@ -407,52 +405,51 @@ def main():
         scatter_state(model, optimizer, state)
         say(f"resumed after update {step:,}")
     state = None  # as large as the weights and moments themselves
-    if rank == 0:
-        record_run(args.out, experiment, Path(args.data) / "tokenizer.json")
-        cut_log(log_file, step)
+    in_first(lambda: record_run(args, experiment, log_file, step), otherwise=None)
     facts = dict(config=experiment, model_config=asdict(config), data=args.data,
                  tokenizer_sha256=meta["tokenizer"]["sha256"], eot_id=meta["tokenizer"]["eot_id"])
 
     autocast = autocast_of(args, device)
     bad = torch.zeros(3, dtype=torch.float64, device=device)
     windows_per_step = args.tokens_per_step // args.block_size
-    signals = catch_signals()
-    report.start()
-    while True:
-        if validation and (step % args.eval_every == 0 or step == args.steps):
-            loss = evaluate(model, *validation[:2], args.micro_batch, autocast)
-            report.held_out(step, loss, bytes_per_target=validation[2])
-        if step == args.steps:
-            return 0
+    with catch_signals(stop_soon()) as signals:
+        report.start()
+        while True:
+            if validation and (step % args.eval_every == 0 or step == args.steps):
+                loss = evaluate(model, *validation[:2], args.micro_batch, autocast)
+                report.held_out(step, loss, bytes_per_target=validation[2])
+            if step == args.steps:
+                return 0
 
-        lr = learning_rate(step + 1, args.max_lr, args.min_lr, args.warmup_steps, args.decay_steps)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        rows = rank_rows(step, windows_per_step, args.streams, rank, world_size)
-        batch = sampler.batch(rows)
-        if device.type == "cuda":
-            batch = [part.pin_memory().to(device, non_blocking=True) for part in batch]
-        loss, norm = update(step_model, optimizer, batch, args.micro_batch, autocast, step + 1, bad)
-        step += 1
-        report.after_update()
+            lr = learning_rate(step + 1, args.max_lr, args.min_lr, args.warmup_steps,
+                               args.decay_steps)
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            rows = rank_rows(step, windows_per_step, args.streams, rank, world_size)
+            batch = sampler.batch(rows)
+            if device.type == "cuda":
+                batch = [part.pin_memory().to(device, non_blocking=True) for part in batch]
+            step += 1
+            loss, norm = update(step_model, optimizer, batch, args.micro_batch, autocast, step, bad)
+            report.after_update()
 
-        stop = all_reduce_max(bool(signals))
-        last = step == args.steps or stop
-        log_now = last or step % args.log_every == 0
-        save_now = last or step % args.save_every == 0
-        if log_now or save_now:
-            check_finite(bad, args.out)
-        if log_now:
-            report.training(step, loss, lr, norm)
-        if save_now:
-            failed = save_run(args, step, model, optimizer, facts)
-            if last and all_reduce_max(failed):  # nobody leaves before the file is there
-                return 1
-            report.start_clock()
-        if stop and step < args.steps:
-            cause = " ".join(signals) or "a signal to another process"
-            say(f"stopped after update {step:,} by {cause}; --resume continues")
-            return STOPPED
+            stop = all_reduce_max(bool(signals))
+            last = step == args.steps or stop
+            log_now = last or step % args.log_every == 0
+            save_now = last or step % args.save_every == 0
+            if log_now or save_now:
+                check_finite(bad, args.out)
+            if log_now:
+                report.training(step, loss, lr, norm)
+            if save_now:
+                failed = save_run(args, step, model, optimizer, facts)
+                if last and all_reduce_max(failed):  # nobody leaves before the file is there
+                    return 1
+                report.start_clock()
+            if stop and step < args.steps:
+                cause = " ".join(signals) or "a signal to another process"
+                say(f"stopped after update {step:,} by {cause}; --resume continues")
+                return STOPPED
 
 
 if __name__ == "__main__":

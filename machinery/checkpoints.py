@@ -3,8 +3,8 @@
 Used by train.py and evaluate.py.
 """
 
+import errno
 import hashlib
-import mmap
 import os
 import pickle
 import sys
@@ -15,10 +15,14 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict as full_state
 
 from machinery.costs import count_parameters
-from machinery.runs import check_resumable, list_checkpoints
+from machinery.files import first_line
+from machinery.processes import in_first
+from machinery.runs import check_resumable, claim_run, list_checkpoints
 from model import Decoder, FixedCodes, ModelConfig
 
 SHA256_MARK = b"sha256:"  # and the digest of all before it end a file; torch.load does not mind
+DIGEST_SIZE = len(SHA256_MARK) + 32
+NO_MEMORY = ("can't allocate memory", "not enough memory")  # torch's words: Linux, others
 
 
 def hash_tensors(named):
@@ -44,27 +48,45 @@ def read_checkpoint(path):
     (weights_only).
 
     Raises ValueError if the file is cut, or if its contents do not have the sha256 at its end.
+    Raises OSError where it cannot be read, which says nothing about what it holds: no permission,
+    no memory, a disk or a file system that fails.
     """
+    whole = has_its_digest(path)
+    if whole is False:
+        raise ValueError(damaged(path, "its sha256 differs"))
     try:
-        check_digest(path)
         return torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        raise
-    except (RuntimeError, ValueError, EOFError, KeyError, OSError,
-            pickle.UnpicklingError) as error:
-        why = (str(error) or type(error).__name__).splitlines()[0]
-        raise ValueError(f"{path}: damaged checkpoint ({why}); use an older one of the same run"
-                         ) from None
+    except MemoryError:
+        raise OSError(f"{path}: cannot be read: not enough memory") from None
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        raise ValueError(damaged(path, "it is cut short")) from None  # a seek before its start
+    except (RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError) as error:
+        if whole or any(words in str(error) for words in NO_MEMORY):
+            raise OSError(f"{path}: cannot be read: {first_line(error)}") from None
+        raise ValueError(damaged(path, first_line(error))) from None
 
 
-def check_digest(path):
-    """Raise ValueError if a file ends in a sha256 that is not that of what comes before."""
+def damaged(path, why):
+    return f"{path}: damaged checkpoint ({why}); use an older one of the same run"
+
+
+def has_its_digest(path):
+    """Return whether a file ends in the sha256 of all before it; None if it ends in none."""
+    digest, left = hashlib.sha256(), os.path.getsize(path) - DIGEST_SIZE
     with open(path, "rb") as file:
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            end = len(data) - 32
-            marked = data[end - len(SHA256_MARK):end] == SHA256_MARK
-            if marked and hashlib.sha256(memoryview(data)[:end]).digest() != data[end:]:
-                raise ValueError("its sha256 differs")
+        while left > 0:
+            block = file.read(min(left, 1 << 20))
+            if not block:
+                break
+            digest.update(block)
+            left -= len(block)
+        end = file.read()
+    if not end.startswith(SHA256_MARK):
+        return None
+    digest.update(SHA256_MARK)
+    return digest.digest() == end[len(SHA256_MARK):]
 
 
 def load_model(path, device="cpu"):
@@ -90,26 +112,46 @@ def load_model(path, device="cpu"):
     return model.to(device).eval(), state
 
 
-def load_run(args, experiment, say):
-    """Return the checkpoint to continue from; None for a new run. Raises ValueError rather than mix
-    two experiments."""
-    out = Path(args.out)
+def open_run(args, experiment, say):
+    """Return (open log, checkpoint to continue from; None for a new run) of the run in args.out,
+    which is this process's from now on.
+
+    Raises ValueError rather than mix two experiments or start over, and OSError for a checkpoint
+    that cannot be read now. Until it returns nothing in the directory has changed.
+    """
+    out, log = Path(args.out), claim_run(args.out)
+    files = list_checkpoints(out)
     if not args.resume:
-        if list_checkpoints(out) or (out / "log.jsonl").stat().st_size:
+        if files or (out / "log.jsonl").stat().st_size:
             raise ValueError(f"{out} already holds a run; --resume continues it, another --out "
                              "starts a new one")
-        return None
+        return log, None
+    state = read_newest(files, say)
+    if state:
+        check_resumable(state["config"], experiment)
+        if state["step"] > args.steps:
+            raise ValueError(f"--max_targets={args.max_targets} is {args.steps:,} updates, but "
+                             f"{out} has done {state['step']:,}; give more, or another --out")
+    else:
+        say(f"no checkpoint in {out}: starting from the first update")
     for unfinished in out.glob("step-*.tmp"):  # of a save that was killed
         unfinished.unlink()
-    for path in list_checkpoints(out):
+    return log, state
+
+
+def read_newest(files, say):
+    """Return the first checkpoint that is whole, None if there are no files.
+
+    Raises ValueError if all are damaged.
+    """
+    for path in files:
         try:
-            state = read_checkpoint(path)
+            return read_checkpoint(path)
         except ValueError as error:
             say(f"skipped: {error}")
-        else:
-            check_resumable(state["config"], experiment)
-            return state
-    say(f"no checkpoint in {out}: starting from the first update")
+    if files:
+        raise ValueError(f"{files[0].parent}: none of its {len(files)} checkpoints is whole; "
+                         "give another --out to start anew")
     return None
 
 
@@ -146,16 +188,18 @@ def save_run(args, step, model, optimizer, facts):
     """Save a checkpoint with the facts {name: plain value}; return whether that failed: the last
     good one stays then, and training can go on. All processes take part."""
     state = gather_state(model, optimizer)
-    if dist.is_initialized() and dist.get_rank():
+
+    def write():
+        try:
+            save_checkpoint(args.out, step, args.keep, args.keep_every, **state, **facts)
+        except (OSError, RuntimeError) as error:
+            last = (list_checkpoints(args.out) or ["none"])[0]
+            print(f"step {step}: checkpoint not saved: {error}; last good one: {last}",
+                  file=sys.stderr, flush=True)
+            return True
         return False
-    try:
-        save_checkpoint(args.out, step, args.keep, args.keep_every, **state, **facts)
-    except (OSError, RuntimeError) as error:
-        last = (list_checkpoints(args.out) or ["none"])[0]
-        print(f"step {step}: checkpoint not saved: {error}; last good one: {last}",
-              file=sys.stderr)
-        return True
-    return False
+
+    return in_first(write, otherwise=False)
 
 
 def save_checkpoint(out, step, keep, keep_every=0, **state):

@@ -113,8 +113,8 @@ def estimate_memory(config, micro_batch, dtype, checkpoint_activations, accumula
     activations, logits.
 
     Runs forward and backward on fake tensors, which have shapes and no contents, so it takes
-    seconds for any size. Describes the eager run; a compiled one needs less. The machine's own
-    (CUDA's context, Python and torch on a CPU) comes on top.
+    seconds for any size. Describes the eager run; in a compiled one the whole logits exist, which
+    whole_logits counts. The machine's own (CUDA's context, Python and torch on a CPU) comes on top.
     """
     # A GPU's BF16 is float16 here: as many bytes, and not the attention of a CPU's BF16.
     half = torch.bfloat16 if device == "cpu" else torch.float16
@@ -156,6 +156,11 @@ def whole_under_fsdp(model, dtype):
     return (2 if dtype == "bfloat16" else 4) * (n["input"] + n["head"] + two_blocks)
 
 
+def whole_logits(config, micro_batch):
+    """Return the bytes of a micro-batch's logits in float32 with their gradient."""
+    return 2 * 4 * micro_batch * config.block_size * config.vocab_size
+
+
 def print_costs(args, world_size, config, flops, say):
     """Print the memory of each of world_size processes and the time of the run."""
     parts = estimate_memory(config, args.micro_batch, args.dtype, args.checkpoint_activations,
@@ -167,6 +172,9 @@ def print_costs(args, world_size, config, flops, say):
         f"{args.micro_batch}, {args.dtype}, checkpoint_activations={args.checkpoint_activations}: "
         f"{sum(parts.values()) / 1e9:.2f} GB = "
         + " + ".join(f"{part} {size / 1e9:.2f}" for part, size in parts.items()) + itself)
+    if args.compile:
+        say("  compiled, the activations take less, and the logits exist whole: up to "
+            f"{whole_logits(config, args.micro_batch) / 1e9:.2f} GB more")
     rate, source = expected_rate(args, world_size, flops)
     hours = args.max_targets / rate / 3600
     say(f"time for {args.max_targets:,} targets, {args.max_targets * flops:.3g} FLOPs: "

@@ -1,16 +1,10 @@
-"""The machine under train.py: allocator, device facts, processes, signals and exit codes."""
+"""The machine under train.py: allocator, dtypes, what a device can do and how much it holds."""
 
 import contextlib
 import ctypes
-import datetime
-import os
 import resource
-import signal
-import sys
-import traceback
 
 import torch
-import torch.distributed as dist
 
 # Dense BF16 FLOP/s, from the data sheets.
 DENSE_BF16_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12,
@@ -53,72 +47,3 @@ def peak_memory_gb(device):
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
-
-
-def launched_processes():
-    """Return how many processes torchrun has started; 1 without it. A stray RANK or WORLD_SIZE in
-    the environment is not torchrun."""
-    return int(os.environ["WORLD_SIZE"]) if dist.is_torchelastic_launched() else 1
-
-
-def speaker():
-    """Return print in the first process, and in the others what takes the same and is silent."""
-    if dist.is_torchelastic_launched() and os.environ["RANK"] != "0":
-        return lambda *_, **__: None
-    return print
-
-
-def start_processes(args):
-    """Return (rank, world_size, device) and join the process group: nccl on GPUs, gloo on CPUs,
-    none without torchrun."""
-    distributed = dist.is_torchelastic_launched()
-    device = torch.device(args.device)
-    if device.type == "cuda":
-        index = int(os.environ["LOCAL_RANK"]) if distributed else device.index or 0
-        device = torch.device("cuda", index)
-        torch.cuda.set_device(device)
-        torch.set_float32_matmul_precision("highest")  # what is not BF16 is FP32, never TF32
-    else:
-        tune_allocator()
-    if not distributed:
-        return 0, 1, device
-    # gloo beside nccl: the processes agree on a stop without waiting for the GPUs. A lost one ends
-    # the others at the time-out.
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=args.timeout))
-    return dist.get_rank(), dist.get_world_size(), device
-
-
-def all_reduce_max(value):
-    """Return the greatest of all processes' whole numbers or truths; all take part, and each waits
-    for the last."""
-    if not dist.is_initialized():
-        return int(value)
-    value = torch.tensor(int(value))
-    dist.all_reduce(value, dist.ReduceOp.MAX)
-    return value.item()
-
-
-def catch_signals():
-    """Return a list that receives the names of the signals that ask for an orderly stop."""
-    received = []
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, lambda number, _: received.append(signal.Signals(number).name))
-    return received
-
-
-def exit_with(main):
-    """Run train.py's main and leave with its exit code: a user's mistake is one line of the first
-    process, ours a traceback."""
-    code = 1
-    try:
-        code = main()
-    except (ValueError, OSError, FloatingPointError) as error:
-        if not dist.is_torchelastic_launched() or os.environ["LOCAL_RANK"] == "0":
-            print(f"train.py: {error}", file=sys.stderr)
-    except Exception:  # our own mistake, or another process is gone
-        traceback.print_exc()
-    sys.stdout.flush()
-    if dist.is_initialized():
-        os._exit(code)  # freeing a group can wait for its own thread for ever (seen: gloo, DDP)
-    sys.exit(code)

@@ -70,10 +70,12 @@ def claim_run(out):
     return log
 
 
-def record_run(out, experiment, tokenizer):
-    """Write config.json, and a copy of the tokenizer file, into a run's directory."""
-    write_whole(Path(out) / "config.json", json.dumps(experiment, indent=1).encode())
-    write_whole(Path(out) / "tokenizer.json", Path(tokenizer).read_bytes())
+def record_run(args, experiment, log, step):
+    """Write config.json, and a copy of the tokenizer, into a run's directory; cut its open log."""
+    out, tokenizer = Path(args.out), Path(args.data) / "tokenizer.json"
+    write_whole(out / "config.json", json.dumps(experiment, indent=1).encode())
+    write_whole(out / "tokenizer.json", tokenizer.read_bytes())
+    cut_log(log, step)
 
 
 def read_log(out):

@@ -2,9 +2,11 @@
 
 import argparse
 import copy
+import math
 
 import torch
 
+from codes import check_seed, draw_recoding
 from machinery.machine import pick_dtype
 from model import INPUTS, ModelConfig
 
@@ -91,6 +93,8 @@ FLAGS = {
 AT_LEAST_1 = ("tokens_per_step", "micro_batch", "max_targets", "streams", "windows_per_visit",
               "log_every", "eval_every", "eval_windows", "save_every", "keep", "timeout")
 AT_LEAST_0 = ("seed", "warmup_steps", "decay_steps", "keep_every", "targets_per_second")
+FINITE = ("max_lr", "min_lr", "targets_per_second")
+LARGEST_SEED, LONGEST_TIMEOUT = 2**64 - 1, 10**7  # 64 bits key the sampler; 116 days
 
 
 def parse_args(presets, description, argv=None):
@@ -160,7 +164,16 @@ def pick_preset(given):
 
 def check_args(args):
     """Raise ValueError for values that cannot be, or cannot go together."""
-    model_config(args)
+    config = model_config(args)
+    if args.input == "gf2":
+        draw_recoding(config.n_bits, args.code_seed, args.code_offset)
+    check_seed(args.code_seed)
+    for name in FINITE:
+        if not math.isfinite(getattr(args, name)):
+            raise ValueError(f"--{name}={getattr(args, name)}: expected a finite number")
+    for name, most in (("seed", LARGEST_SEED), ("timeout", LONGEST_TIMEOUT)):
+        if getattr(args, name) > most:
+            raise ValueError(f"--{name}={getattr(args, name)}: expected at most {most}")
     for least, names in ((1, AT_LEAST_1), (0, AT_LEAST_0)):
         for name in names:
             if getattr(args, name) < least:
@@ -172,10 +185,18 @@ def check_args(args):
     if args.tokens_per_step % unit:
         raise ValueError(f"--tokens_per_step={args.tokens_per_step}: expected a multiple of "
                          f"block_size x streams = {unit}")
-    device_type, cuda = args.device.split(":")[0], torch.cuda.is_available()
-    if device_type not in (("cpu", "cuda") if cuda else ("cpu",)):
-        expected = "cpu or cuda[:N]" if cuda else "cpu (there is no CUDA device here)"
-        raise ValueError(f"--device={args.device}: expected {expected}")
+    check_device(args.device)
+
+
+def check_device(name):
+    """Raise ValueError for a device that is not here."""
+    here, expected = ["cpu"], "cpu (there is no CUDA device here)"
+    if torch.cuda.is_available():
+        n = torch.cuda.device_count()
+        here += ["cuda", *(f"cuda:{i}" for i in range(n))]
+        expected = f"cpu, cuda or cuda:0 to cuda:{n - 1}"
+    if name not in here:
+        raise ValueError(f"--device={name}: expected {expected}")
 
 
 def with_steps(args):

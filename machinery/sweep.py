@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 from machinery.runs import check_resumable, experiment_of, list_checkpoints, read_log
+from machinery.signals import STOPPED, catch_signals
 
 
 def parse_sweep(text):
@@ -34,12 +35,15 @@ def run_sweep(args, argv, parse_args, script):
     runs = plan_runs(args, argv, parse_args)
     width = max(len(out.name) for out in runs)
     failed, trained, started = 0, 0, time.monotonic()
-    print(f"{len(runs)} runs in {args.out}")
+    print(f"{len(runs)} runs in {args.out}", flush=True)
     for number, (out, (command, run_args)) in enumerate(runs.items(), 1):
         if list_checkpoints(out)[:1] == [out / f"step-{run_args.steps:08d}.pt"]:
             result = "skipped, finished"
         else:
             code = train(script, command, out)
+            if code == STOPPED:
+                print(f"{out.name}: stopped, with a checkpoint; the same command continues")
+                return STOPPED
             failed, trained = failed + (code != 0), trained + 1
             result = f"FAILED, see {out}/console.txt" if code else "trained"
         line = (f"{number:4}/{len(runs)}  {out.name:{width}}  held-out {last_loss(out):.4f}  "
@@ -77,12 +81,24 @@ def plan_runs(args, argv, parse_args):
 
 
 def train(script, command, out):
-    """Run the training script in a process of its own; return its exit code."""
+    """Run the training script in a process of its own; return its exit code, STOPPED if a signal
+    came to this process. The signal is passed on, and what the run saves is waited for."""
     out.mkdir(parents=True, exist_ok=True)
-    with open(out / "console.txt", "a") as console:
-        done = subprocess.run([sys.executable, script, *command], stdout=console,
-                              stderr=subprocess.STDOUT)
-    return done.returncode
+    children = []
+
+    def pass_on(number):
+        for child in children:
+            child.send_signal(number)
+
+    with open(out / "console.txt", "a") as console, catch_signals(pass_on) as signals:
+        # In a session of its own: a Ctrl-C at the terminal reaches it once, through this process.
+        child = subprocess.Popen([sys.executable, script, *command], stdout=console,
+                                 stderr=subprocess.STDOUT, start_new_session=True)
+        children.append(child)
+        if signals:  # one that came before there was a child
+            child.terminate()
+        code = child.wait()
+    return STOPPED if signals else code
 
 
 def last_loss(out):

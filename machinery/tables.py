@@ -1,10 +1,26 @@
-"""The reports of compare.py, as text or Markdown: tables of scores and of runs."""
+"""The reports of compare.py, as text, Markdown or JSON: tables of scores and of runs."""
+
+import json
+import math
 
 from machinery.statistics import LEVEL
 
 ACCURACIES = ("acc", "acc_norm", "exact_match")  # shares of documents
 LOWER_IS_BETTER = ("perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte")
 SHOWN = (*ACCURACIES, "f1", *LOWER_IS_BETTER)
+
+
+def to_json(result):
+    """Return plain values as JSON, with null for what is not finite, which JSON cannot say."""
+    return json.dumps(without_nan(result), indent=1, allow_nan=False)
+
+
+def without_nan(value):
+    if isinstance(value, dict):
+        return {key: without_nan(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [without_nan(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def format_table(header, rows, markdown, left=1):
@@ -26,6 +42,8 @@ def format_value(metric, values):
     value, error = values.get(metric), values.get(f"{metric}_stderr")
     if value is None:
         return "-"
+    if not math.isfinite(value):
+        return "not finite"
     scale = 1 if metric in LOWER_IS_BETTER else 100
     return f"{scale * value:.2f}" + (f" ±{scale * error:.2f}" if isinstance(error, float) else "")
 
@@ -58,13 +76,21 @@ def build_statistics(results):
     units = {"loglikelihood": "nats", "bits_per_byte": "bits/byte"}
     rows = []
     for r in results:
+        if r["p"] is None:
+            rows.append([r["task"], r["metric"], f"{r['n']:,}", "-", "-", "", r["test"], "-", "-"])
+            continue
         unit = units.get(r["metric"], "points")
         scale = 100 if unit == "points" else 1
         difference = f"{scale * r['difference']:+.3f} {unit}"
-        interval = f"[{scale * r['low']:+.3f}, {scale * r['high']:+.3f}]"
+        interval = "too few documents"
+        if r["low"] is not None:
+            interval = f"[{scale * r['low']:+.3f}, {scale * r['high']:+.3f}]"
+        p = f"{r['p']:.4g}"
+        if r["p_least"] > 0.001:
+            p += f" (least possible {r['p_least']:.2g})"
         alone = f"{r['only_first']} / {r['only_other']}" if "only_first" in r else ""
         rows.append([r["task"], r["metric"], f"{r['n']:,}", difference, interval, alone, r["test"],
-                     f"{r['p']:.4g}", f"{r['p_holm']:.4g}"])
+                     p, f"{r['p_holm']:.4g}"])
     return ["task", "metric", "documents", "difference", f"{LEVEL:.0%} interval",
             "only first / other right", "test", "p", "p (Holm)"], rows
 
@@ -92,7 +118,8 @@ def loss_row(group, base):
         return [*row, "baseline", "", ""]
     d, half, (low, high) = group["difference"], group["seed_interval"], group["document_interval"]
     over_seeds = "one seed" if half is None else f"{d - half:+.4f} to {d + half:+.4f}"
-    return [*row, f"{d:+.4f}", over_seeds, f"{low:+.4f} to {high:+.4f}"]
+    over_documents = "too few" if low is None else f"{low:+.4f} to {high:+.4f}"
+    return [*row, f"{d:+.4f}", over_seeds, over_documents]
 
 
 def size_row(group):
@@ -100,7 +127,8 @@ def size_row(group):
     n = group["parameters"] or {}
     keys = ("input", "body", "head", "trainable", "buffers")
     counts = [f"{n[key]:,}" if key in n else "-" for key in keys]
-    return [group["name"], *counts, f"{group['targets_per_second']:,.0f}"]
+    speed = group["targets_per_second"]
+    return [group["name"], *counts, "-" if speed is None else f"{speed:,.0f}"]
 
 
 def describe_runs(result, markdown):
@@ -123,10 +151,9 @@ def describe_runs(result, markdown):
         f"Loss: nats per target on {result['documents']:,} validation documents "
         f"({result['targets']:,} targets, scored in {result['heldout_dtype']}), mean over seeds "
         f"± Student's t interval. Minus {base}: mean difference of runs of the same seed. Over "
-        "seeds: Student's t interval of these differences. Over documents: percentile interval of "
-        f"a paired bootstrap: whole documents are resampled {result['resamples']:,} times, the "
-        "same for both sides; losses are averaged over the seeds before, and seeds are not "
-        "resampled.",
+        "seeds: Student's t interval of these differences. Over documents: the ratios of "
+        f"{result['resamples']:,} random subsets of the documents, the same for both sides, all "
+        "but the outermost; losses are averaged over the seeds before.",
         sizes,
         "targets/s: median of a run's log, mean over seeds, on the machines that trained them."
     ]) + "\n"

@@ -15,6 +15,7 @@ import train
 from codes import (
     FIXED,
     binary_codes,
+    check_codebook,
     code_report,
     codes_to_ids,
     distance_histogram,
@@ -28,6 +29,7 @@ from codes import (
     to_fixed_point,
 )
 from machinery import settings
+from model import Decoder, ModelConfig
 
 ROOT = Path(__file__).parents[1]
 V = 49_152
@@ -251,6 +253,48 @@ def test_continuous_codes_keep_their_distance(name, vocab_size):
 def test_ids_too_close_are_refused():
     with pytest.raises(ValueError, match="expected at least 0.1"):
         to_fixed_point(np.array([[0.0, 1.0], [0.0, 1.05], [3.0, 3.0]]))
+
+
+# --- an interface of one's own
+
+BITS = binary_codes(100)
+TWINS = BITS.copy()
+TWINS[[40, 71]] = TWINS[3]
+
+
+@pytest.mark.parametrize("made, said", [
+    (BITS, "returned an array: expected {'codebook': integers"),
+    (None, "returned a NoneType: expected {'codebook': integers"),
+    ({"code": BITS}, "returned the keys code: expected codebook"),
+    ({"codebook": BITS.tolist()}, "codebook is a list: expected a NumPy array"),
+    ({"codebook": BITS.astype(float)}, r"codebook is float64 \[100, 7\]: expected uint8 for bits"),
+    ({"codebook": BITS.astype(np.int64)}, r"codebook is int64 \[100, 7\]: expected uint8 for bits"),
+    ({"codebook": BITS.astype(bool)}, r"codebook is bool \[100, 7\]: expected uint8 for bits"),
+    ({"codebook": BITS[:90]}, r"codebook is uint8 \[90, 7\]: expected \[100, 7\]"),
+    ({"codebook": BITS.T}, r"codebook is uint8 \[7, 100\]: expected \[100, 7\]"),
+    ({"codebook": BITS[:, 0]}, r"codebook is uint8 \[100\]: expected \[100, 7\]"),
+    ({"codebook": np.hstack((BITS, BITS))}, r"uint8 \[100, 14\]: expected \[100, 7\]"),
+    ({"codebook": 2 * BITS}, "codebook has bits other than 0 and 1, such as 2"),
+    ({"codebook": TWINS}, r"uint8 \[100, 7\] and ids 3 and 40 have one code \(2 such ids\)"),
+    ({"codebook": np.zeros((100, 7), np.int32)}, r"ids 0 and 1 have one code \(99 such ids\)"),
+    ({"codebook": BITS, "extra": [1]}, "extra is a list: expected a NumPy array")])
+def test_an_interface_that_returns_something_else_is_refused(made, said):
+    """In one line with its name, what came, and what should come."""
+    with pytest.raises(ValueError, match=said) as error:
+        check_codebook("mine", made, 100, 7)
+    assert str(error.value).startswith("input=mine: ") and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_the_interfaces_here_are_accepted(name):
+    made = FIXED[name](100, 1, "0")
+    assert check_codebook(name, made, 100, 7) is made
+
+
+def test_no_model_is_built_with_such_an_interface(monkeypatch):
+    monkeypatch.setitem(FIXED, "binary", lambda *_: {"codebook": TWINS})
+    with pytest.raises(ValueError, match="input=binary: .*3 and 40"):
+        Decoder(ModelConfig("binary", 100, 16, 1, 1, 14, 8))
 
 
 # --- command line

@@ -2,7 +2,9 @@
 
 import json
 import math
+import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ import compare
 from machinery import statistics
 
 stats = pytest.importorskip("scipy.stats")
+ROOT = Path(__file__).parents[1]
 
 
 def scores(name="a", seed=0, n=200, p=0.6, **protocol):
@@ -54,6 +57,19 @@ def output(monkeypatch, capsys, *arguments):
     return capsys.readouterr().out
 
 
+def ends(monkeypatch, capsys, *arguments):
+    """Run the command in this process, print what its end prints, return its exit code."""
+    capsys.readouterr()
+    monkeypatch.setattr(sys, "argv", ["compare.py", *map(str, arguments)])
+    try:
+        compare.run()
+    except SystemExit as error:
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
+        return 1 if isinstance(error.code, str) else error.code
+    return 0
+
+
 @pytest.mark.parametrize("b, c", [
     (0, 0), (0, 1), (1, 0), (3, 3), (2, 9), (40, 70), (700, 590), (3000, 3001)])
 def test_mcnemar_equals_the_exact_binomial_test(b, c):
@@ -84,25 +100,25 @@ def test_holm_by_hand_and_against_scipy_s_neighbour():
         assert (rejected == (corrected <= level)).all()
 
 
-def test_bootstrap_equals_scipy():
+def test_of_many_documents_the_interval_is_the_bootstraps():
     r = np.random.default_rng(1)
     difference = r.normal(0.3, 2, 150)
-    low, high, p = statistics.paired_bootstrap(difference, np.ones(150), 20_000)
+    low, high, p, _ = statistics.paired_subsets(difference, np.ones(150), 20_000)
     theirs = stats.bootstrap((difference,), np.mean, n_resamples=20_000, method="percentile",
                              random_state=0).confidence_interval
     assert (low, high) == pytest.approx((theirs.low, theirs.high), abs=0.02)
-    # Closed form: the resampled mean is about normal around the mean, with the standard error of
-    # the population.
+    # Closed form: a subset's mean is about normal around the mean, with the standard error of the
+    # population.
     error = difference.std() / math.sqrt(150)
     assert p == pytest.approx(2 * stats.norm.sf(abs(difference.mean()) / error), rel=0.15)
     assert high - low == pytest.approx(2 * 1.96 * error, rel=0.04)
 
 
-def test_bootstrap_of_a_ratio():
+def test_interval_of_a_ratio():
     r = np.random.default_rng(2)
     weight = r.integers(50, 500, 80).astype(float)
     difference = weight * r.normal(0.1, 0.3, 80)
-    low, high, _ = statistics.paired_bootstrap(difference, weight, 20_000)
+    low, high, _, _ = statistics.paired_subsets(difference, weight, 20_000)
     ratio = difference.sum() / weight.sum()
     error = math.sqrt(((difference - ratio * weight) ** 2).sum()) / weight.sum()  # delta method
     assert (low + high) / 2 == pytest.approx(ratio, abs=0.1 * error)
@@ -118,16 +134,62 @@ def test_interval_covers_nearly_as_often_as_it_says(kind):
             difference, true = r.choice([-1.0, 0.0, 1.0], 200, p=[0.1, 0.75, 0.15]), 0.05
         else:
             difference, true = r.standard_t(5, 200) + 0.2, 0.2
-        low, high, _ = statistics.paired_bootstrap(difference, np.ones(200), 500, seed=i)
+        low, high, _, _ = statistics.paired_subsets(difference, np.ones(200), 500, seed=i)
         covered += low <= true <= high
     assert 0.91 <= covered / 400 <= 0.98
 
 
 def test_p_values_are_uniform_where_there_is_no_difference():
     r = np.random.default_rng(4)
-    p = np.array([statistics.paired_bootstrap(r.normal(0, 1, 100), np.ones(100), 400, seed=i)[2]
+    p = np.array([statistics.paired_subsets(r.normal(0, 1, 100), np.ones(100), 400, seed=i)[2]
                   for i in range(300)])
     assert 0.02 < (p < 0.05).mean() < 0.09 and 0.4 < p.mean() < 0.6
+
+
+@pytest.mark.parametrize("draw", ["normal", "heavy tails", "pages of unlike length"])
+@pytest.mark.parametrize("n", [1, 2, 5, 8, 44])
+def test_few_documents_give_no_false_alarm(n, draw):
+    """Where there is no difference p is at or below 5 % in 5 % of cases, and intervals hold 0."""
+    r, alarms, covered, trials = np.random.default_rng(n), 0, 0, 1000
+    for i in range(trials):
+        weight = r.integers(50, 5000, n).astype(float) if draw[0] == "p" else np.ones(n)
+        difference = weight * (r.standard_t(2, n) if draw[0] == "h" else r.normal(0, 1, n))
+        low, high, p, least = statistics.paired_subsets(difference, weight, 300, seed=i)
+        alarms += p <= 0.05
+        covered += low is None or low <= 0 <= high
+        assert p >= least and (low is None) == (n < 6)
+        assert low is None or (p <= 0.05) == (not low <= 0 <= high)
+    assert alarms <= 0.05 * trials + 2.6 * math.sqrt(0.05 * 0.95 * trials)
+    assert covered >= 0.95 * trials - 2.6 * math.sqrt(0.05 * 0.95 * trials)
+    if n in (1, 2, 5):
+        assert alarms == 0  # the least possible p is 1, 0.5, 0.0625
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 8, 12])
+def test_few_documents_get_the_exact_sign_flip_test(n):
+    difference = np.random.default_rng(n).normal(0.5, 1, n)
+    _, _, p, least = statistics.paired_subsets(difference, np.ones(n), 10_000)
+    theirs = stats.permutation_test((difference,), np.mean, permutation_type="samples",
+                                    n_resamples=np.inf) if n > 1 else None
+    assert p == pytest.approx(1.0 if n == 1 else theirs.pvalue)
+    assert least == 2.0 ** (1 - n)
+    assert statistics.paired_subsets(np.abs(difference), np.ones(n), 10_000)[2] == least
+
+
+def test_of_two_documents_nothing_is_significant():
+    low, high, p, least = statistics.paired_subsets(np.array([0.5, 1.5]), np.ones(2), 10_000)
+    assert (low, high, p, least) == (None, None, 0.5, 0.5)
+
+
+@pytest.mark.parametrize("n", [2, 8])
+def test_few_documents_are_said_to_be_few(write, monkeypatch, capsys, n):
+    files = write("a", scores(n=n)), write("b", scores("b", seed=1, n=n))
+    text = output(monkeypatch, capsys, *files)
+    row = next(line for line in text.splitlines() if "loglikelihood" in line and "piqa" in line)
+    assert ("too few documents" in row) == (n == 2)
+    assert f"(least possible {2.0 ** (1 - n):.2g})" in row
+    mmlu = next(line for line in text.splitlines() if "loglikelihood" in line and "mmlu" in line)
+    assert "too few" not in mmlu and "least" not in mmlu
 
 
 def test_a_model_against_itself(write, monkeypatch, capsys):
@@ -199,7 +261,7 @@ def test_accuracies_that_are_shares_are_points_too(write, monkeypatch, capsys):
         docs["acc"] = [value * 0.7 for value in docs["acc"]]
     text = output(monkeypatch, capsys, write("a", files[0]), write("b", files[1]))
     row = next(line for line in text.splitlines()
-               if line.startswith("piqa") and "bootstrap" in line and "  acc  " in line)
+               if line.startswith("piqa") and "sign flips" in line and "  acc  " in line)
     first, other = (np.mean(file["tasks"]["piqa"]["docs"]["acc"]) for file in files)
     assert f"{100 * (other - first):+.3f} points" in row
 
@@ -220,6 +282,110 @@ def test_tables(write, monkeypatch, capsys):
     single = output(monkeypatch, capsys, a)
     assert "McNemar" not in single and "piqa" in single
     assert "paper" not in single
+
+
+def strict(text):
+    """Parse JSON as other languages do: without NaN."""
+    def refuse(word):
+        raise AssertionError(word)
+    return json.loads(text, parse_constant=refuse)
+
+
+@pytest.mark.parametrize("metric, task, bad", [
+    ("loglikelihood", "piqa", math.nan), ("loglikelihood", "piqa", -math.inf),
+    ("acc", "piqa", math.nan), ("acc", "piqa", None), ("acc", "mmlu_x", math.nan),
+    ("bits_per_byte", "wikitext", math.nan), ("bits_per_byte", "wikitext", -math.inf),
+    ("bits_per_byte", "wikitext", None)])  # None: as JSON has what is not finite
+def test_a_score_that_is_not_finite_gives_no_p_value(write, monkeypatch, capsys, metric, task, bad):
+    first, other = scores(), scores("b", seed=1)
+    files = write("a", first), write("b", other)
+    good = strict(output(monkeypatch, capsys, *files, "--format=json"))
+    values = other["tasks"][task]["docs"][metric]
+    values[3] = (bad, 100) if metric == "bits_per_byte" else bad
+    files = write("a", first), write("b", other)
+    found = strict(output(monkeypatch, capsys, *files, "--format=json"))
+    row = "mmlu" if task == "mmlu_x" else task
+    for t, before in zip(found["pairs"][0]["tests"], good["pairs"][0]["tests"]):
+        if (t["task"], t["metric"]) != (row, metric):
+            assert {**t, "p_holm": 0} == {**before, "p_holm": 0}
+            continue
+        assert t["test"] == "not finite" and t["n"] == before["n"]
+        for key in ("difference", "low", "high", "p", "p_holm"):
+            assert t[key] is None
+    text = output(monkeypatch, capsys, *files)
+    assert f"NOTE: b: {metric} of {row} is not finite in 1 of" in text
+    assert "nan" not in text and "inf" not in text
+
+
+def test_documents_without_a_right_answer_are_left_out(write, monkeypatch, capsys):
+    files = [scores(), scores("b", seed=1)]
+    for file in files:
+        file["tasks"]["piqa"]["docs"]["loglikelihood"][7] = None
+    found = strict(output(monkeypatch, capsys, write("a", files[0]), write("b", files[1]),
+                          "--format=json"))
+    tests = {(t["task"], t["metric"]): t for t in found["pairs"][0]["tests"]}
+    assert tests["piqa", "loglikelihood"]["n"] == 199 and tests["piqa", "acc"]["n"] == 200
+    assert tests["piqa", "loglikelihood"]["p"] is not None
+
+
+def test_a_metric_that_is_not_finite_is_marked(write, monkeypatch, capsys):
+    shown = scores()
+    shown["tasks"]["piqa"]["metrics"]["acc"] = math.nan
+    shown["tasks"]["wikitext"]["metrics"]["bits_per_byte"] = math.inf
+    text = output(monkeypatch, capsys, write("a", shown))
+    assert text.count("not finite") == 2 and "nan" not in text
+
+
+def test_an_extreme_score_loses_nothing_else(write, monkeypatch, capsys):
+    """One document at -1e300 nats: no warning, and one document is not significant."""
+    first, other = scores(), scores("b", seed=1)
+    other["tasks"]["piqa"]["docs"]["loglikelihood"][3] = -1e300
+    with np.errstate(all="raise"):
+        files = write("a", first), write("b", other)
+        found = strict(output(monkeypatch, capsys, *files, "--format=json"))
+        assert "piqa" in output(monkeypatch, capsys, *files)
+    tests = {(t["task"], t["metric"]): t for t in found["pairs"][0]["tests"]}
+    assert tests["piqa", "loglikelihood"]["p"] > 0.9 and len(tests) == 5
+
+
+def test_pages_without_bytes_give_no_ratio(write, monkeypatch, capsys):
+    files = [scores(), scores("b", seed=1)]
+    for file in files:
+        docs = file["tasks"]["wikitext"]["docs"]
+        docs["bits_per_byte"] = [(nats, 0) for nats, _ in docs["bits_per_byte"]]
+    found = strict(output(monkeypatch, capsys, write("a", files[0]), write("b", files[1]),
+                          "--format=json"))
+    page = next(t for t in found["pairs"][0]["tests"] if t["task"] == "wikitext")
+    assert page["test"] == "not finite" and page["p"] is None
+
+
+@pytest.mark.parametrize("change", [
+    {"tasks": {}}, {"tasks": {"piqa": {}}}, {"tasks": 3}, {"groups": {"g": {}}}, {"model": "x"},
+    {"protocol": {}}, {"groups": {"g": {"tasks": ["absent"], "metrics": {}}}}])
+def test_every_damage_to_scores_ends_in_one_line_that_names_it(write, monkeypatch, capsys, change):
+    bad = write("bad", scores() | change)
+    for paths in ([bad], [write("a", scores()), bad]):
+        assert ends(monkeypatch, capsys, *paths) == 1
+        words = capsys.readouterr().err
+        assert bad in words and words.count("\n") == 1
+
+
+@pytest.mark.parametrize("bad, code, said", [
+    (["no.json"], 1, "no.json"), (["."], 1, "config.json"),
+    (["a.json", "folder"], 2, "folder does not"), (["folder", "a.json"], 2, "folder does not")])
+def test_paths_that_cannot_be_compared(tmp_path, write, monkeypatch, capsys, bad, code, said):
+    write("a", scores())
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert ends(monkeypatch, capsys, *bad) == code
+    words = capsys.readouterr().err
+    assert said in words and words.count("\n") == 1
+
+
+def test_a_reader_that_stops_reading_gets_no_complaint(write):
+    command = f"{sys.executable} compare.py {write('a', scores())} | true"
+    done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True)
+    assert done.stderr == ""
 
 
 def test_limited_scores_are_marked(write, monkeypatch, capsys):

@@ -36,6 +36,13 @@ def test_dry_run_needs_no_data_and_states_every_part(forks, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_dry_run_of_a_compiled_run_counts_its_whole_logits(forks, tmp_path):
+    """8 rows x 256 positions x 3072 ids in float32, and their gradient."""
+    argv = ["--preset=smoke", "--dry_run", f"--out={tmp_path}", "--device=cpu", "--compile"]
+    assert forks.run(argv) == [0], forks.output()
+    assert "the logits exist whole: up to 0.05 GB more" in forks.output()
+
+
 def test_dry_run_takes_the_rate_of_a_log_that_a_crash_cut(forks, tmp_path):
     (tmp_path / "log.jsonl").write_text(
         '{"step": 1, "targets_per_second": 1234.0}\n{"step": 2, "targets_per')

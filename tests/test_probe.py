@@ -12,7 +12,16 @@ import torch
 
 import evaluate
 from codes import binary_codes
-from machinery.probe import area_under_roc, full_windows, probe, read_linearly, window_losses
+from machinery.probe import full_windows, probe, window_losses
+from machinery.readouts import (
+    PROPERTIES,
+    area_under_roc,
+    ask,
+    hold_out_ids,
+    lexical_columns,
+    read_classes,
+    read_values,
+)
 from machinery.tokenizer import load_tokenizer
 from model import INPUTS, Decoder, ModelConfig
 
@@ -43,7 +52,8 @@ def test_discriminant_and_ridge_are_their_textbook_forms():
     x = torch.randn(6000, 3, generator=generator).double() @ mixing + means[classes]
     targets = (x @ torch.tensor([2.0, -1, 0.5]).double() + 3)[:, None]
     test = torch.arange(6000) >= 4500
-    found, read = read_linearly(x, classes, targets, test)
+    found = read_classes(x, classes, ~test, test)
+    read = read_values(x, targets, ~test, test)
     assert read == pytest.approx(targets[test], abs=0.03)  # the shrinkage of RIDGE
     fit, y = x[~test].numpy(), classes[~test].numpy()
     share = np.bincount(y) / len(y)
@@ -63,7 +73,7 @@ def test_positions_without_a_class_do_not_teach_one():
     blurred = torch.where(torch.arange(600) % 2 == 0, classes, -1)
     unknown = (blurred < 0) & ~test
     for inputs in (x, torch.where(unknown[:, None], x.flip(0), x)):
-        found, _ = read_linearly(inputs, blurred, x[:, :1], test)
+        found = read_classes(inputs, blurred, ~test, test)
         assert (found == classes[test]).double().mean() > 0.9
 
 
@@ -121,7 +131,7 @@ def test_other_codes_bits_are_not_readable_from_recoded_ones(data_dir, tokenizer
     model = Decoder(ModelConfig(**SIZES, input="gf2"))
     x = model.model.embed_tokens.codebook[ids].double()
     bits = torch.from_numpy(binary_codes(300)).double()[ids]
-    read = read_linearly(x, torch.zeros(len(ids), dtype=torch.int64), bits, test)[1]
+    read = read_values(x, bits, ~test, test)
     right = (read > 0.5) == (bits[test] > 0.5)
     assert own["bit"] == 1 > right.double().mean().item()
 
@@ -151,6 +161,61 @@ def test_a_property_written_into_the_table_is_read(data_dir, tokenizer):
 
     at_input = look(data_dir, tokenizer, write, input="learned")["depths"][0]
     assert at_input["space first"] == 1 and at_input["identity"] < 0.9
+
+
+def test_ids_are_held_out_evenly(tokenizer):
+    """Every other id of each kind, by frequency: no id's text is both fitted and scored."""
+    lexical = lexical_columns(tokenizer)
+    counts = torch.arange(len(lexical)).flip(0)
+    held_out = hold_out_ids(lexical, counts)
+    for i in range(len(PROPERTIES)):
+        kind = lexical[:, i] > 0
+        assert abs(int(held_out[kind].sum()) - int((~held_out[kind]).sum())) <= 2
+    seen = counts > 150
+    fitted, scored = counts[seen & ~held_out].sum(), counts[seen & held_out].sum()
+    assert 0.8 < fitted / scored < 1.25
+
+
+def test_memorised_ids_are_not_taken_for_properties():
+    """A table of random rows knows no property of a token: its ids are told apart, and what was
+    learned of one says nothing of another."""
+    generator = torch.Generator().manual_seed(0)
+    V, C, N = 1000, 200, 20_000
+    ids = torch.randint(0, V, (N,), generator=generator)
+    table = torch.randn(V, C, generator=generator)
+    lexical = torch.randint(0, 2, (V, 4), generator=generator)
+    test, nowhere = torch.arange(N) % 2 == 1, torch.zeros(N, dtype=torch.bool)
+    codes = torch.from_numpy(binary_codes(V))
+    classes = torch.full_like(ids, -1)
+    questions = ask(ids, test, classes, codes, lexical, torch.bincount(ids, minlength=V))
+    scores = questions.answer(table[ids])
+    by_heart = dataclasses.replace(questions, held_out=nowhere)
+    seen = read_values(table[ids].double(), by_heart.lexical, ~test, test)
+    assert scores["bit"] > 0.6  # of ids that it has seen, and the same for any labels
+    for i, name in enumerate(PROPERTIES):
+        assert 0.4 < scores[name] < 0.6
+        assert area_under_roc(seen[:, i].numpy(), questions.lexical[test, i].numpy() > 0) > 0.7
+    assert scores["bytes"] < 0.05
+
+
+def test_random_labels_tell_what_is_had_by_heart(data_dir, tokenizer):
+    result = look(data_dir, tokenizer, input="learned")
+    at_input, random_labels = result["depths"][0], result["random_labels"][0]
+    assert result["untrained"] == result["depths"]  # of a fresh model
+    assert at_input["bit"] == pytest.approx(random_labels["bit"], abs=0.03)
+    assert random_labels["bit"] > result["chance"]["bit"] and math.isnan(random_labels["identity"])
+    fixed = look(data_dir, tokenizer, input="binary")
+    assert fixed["depths"][0]["bit"] == 1 > fixed["random_labels"][0]["bit"]
+
+
+def test_the_untrained_model_is_of_the_same_seed(data_dir, tokenizer):
+    torch.manual_seed(0)
+    model = Decoder(ModelConfig(**SIZES, input="learned"), seed=5).eval()
+    with torch.no_grad():
+        first = probe(model, tokenizer, data_dir, 2048, seed=5)
+        model.model.embed_tokens.weight.zero_()
+        second = probe(model, tokenizer, data_dir, 2048, seed=5)
+    assert first["untrained"] == first["depths"] == second["untrained"] != second["depths"]
 
 
 def test_blocks_that_add_nothing_can_be_skipped_and_swapped(data_dir, tokenizer):
@@ -201,4 +266,5 @@ def test_command_prints_and_writes_what_it_found(data_dir, tmp_path, monkeypatch
     result = json.loads((tmp_path / "probe-00000010.json").read_text(encoding="utf-8"))
     assert f"{result['loss']:.4f}" in text and "chance" in text
     assert f"block 2     skipped {result['skipped'][1]:+.4f}" in text
+    assert "untrained, seed 1" in text and "random labels" in text
     assert (tmp_path / "probe-00000010.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"

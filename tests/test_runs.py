@@ -122,6 +122,58 @@ def test_what_may_change_on_resume_is_the_machine_and_the_reports():
     assert runs.FREE_ON_RESUME == free
 
 
+def test_resume_to_fewer_updates_than_are_done_is_refused(data_dir, straight, forks):
+    """It never ended, swallowed SIGTERM and rotated the good checkpoints away."""
+    before = {path.name: path.stat().st_mtime_ns for path in straight.iterdir()}
+    argv = flags(data_dir, straight, keep=10, resume=True, max_targets=512 * 12)
+    assert "is 12 updates, but" in forks.refused(argv)
+    assert {path.name: path.stat().st_mtime_ns for path in straight.iterdir()} == before
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("failure, words", [
+    ("OSError(13, 'Permission denied', str(path))", "Permission denied"),
+    ("OSError(5, 'Input/output error', str(path))", "Input/output error"),
+    ("MemoryError()", "not enough memory"),
+    ("RuntimeError(\"DefaultCPUAllocator: can't allocate memory\")", "can't allocate memory"),
+    ("OSError(116, 'Stale file handle', str(path))", "Stale file handle")])
+def test_a_failed_read_is_not_damage(data_dir, straight, forks, tmp_path, failure, words,
+                                     processes):
+    """Nothing is started over, deleted or cut, and no older checkpoint is taken in its place."""
+    out = Path(shutil.copytree(straight, tmp_path / "run"))
+    (out / "step-00000099.tmp").write_text("of a save that was killed")
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    fault = ("import torch\ndef load(file, **rest):\n    path = getattr(file, 'name', file)\n"
+             f"    raise {failure}\ntorch.load = load")
+    argv = flags(data_dir, out, keep=10, resume=True)
+    assert words in forks.refused(argv, fault, processes)
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+
+
+def test_no_whole_checkpoint_stops_and_touches_nothing(data_dir, straight, forks, tmp_path):
+    out = Path(shutil.copytree(straight, tmp_path / "run"))
+    for path in list_checkpoints(out):
+        path.write_bytes(path.read_bytes()[:-100])
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    line = forks.refused(flags(data_dir, out, keep=10, resume=True))
+    assert "none of its 4 checkpoints is whole" in line
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+
+
+def test_an_earlier_int16_codebook_resumes_in_two_processes(data_dir, forks, tmp_path):
+    """As they were written before they could be broadcast."""
+    argv = flags(data_dir, tmp_path, input="random", resume=True, max_targets=512)
+    assert forks.run(argv) == [0]
+    state = read_checkpoint(list_checkpoints(tmp_path)[0])
+    name = "model.embed_tokens.codebook"
+    expected, state["model"][name] = state["model"][name], state["model"][name].short()
+    checkpoints.save_checkpoint(tmp_path, keep=1, **state)
+    argv = flags(data_dir, tmp_path, input="random", resume=True, max_targets=1024)
+    assert forks.run(argv, processes=2) == [0, 0], forks.output()
+    found = read_checkpoint(list_checkpoints(tmp_path)[0])["model"][name]
+    assert torch.equal(found, expected) and found.dtype == torch.int32
+
+
 def test_checkpoints_hold_plain_values_only(straight):
     """torch.load(weights_only=True) takes them; a missing, renamed or added weight is named."""
     state = torch.load(final_path(straight), weights_only=True)
@@ -132,6 +184,22 @@ def test_checkpoints_hold_plain_values_only(straight):
     state["model"]["extra"] = state["model"].pop("lm_head.weight")
     with pytest.raises(ValueError, match="differ in extra, lm_head.weight"):
         checkpoints.scatter_state(Decoder(ModelConfig(**state["model_config"])), None, state)
+
+
+def test_a_checkpoint_has_its_name_only_when_it_is_whole_and_on_the_disk(tmp_path, monkeypatch):
+    names, original = [], os.fsync
+
+    def fsync(file):
+        original(file)
+        names.append(sorted(path.name for path in tmp_path.iterdir()))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    for step in (1, 2):
+        checkpoints.save_checkpoint(tmp_path, step, keep=1)
+    first, second = "step-00000001.pt", "step-00000002.pt"
+    aside = [["step-00000001.tmp"], [first, "step-00000002.tmp"]]
+    assert names == [aside[0], [first], aside[1], [first, second]]
+    assert [path.name for path in list_checkpoints(tmp_path)] == [second]
 
 
 def test_keep_and_keep_every(tmp_path):
@@ -219,6 +287,71 @@ def test_signal_saves_and_leaves_with_the_documented_code(data_dir, forks, strai
     assert len(list_checkpoints(out)) == 1 and stopped == 8 and steps(out)[-1] == stopped
     assert forks.run(flags(data_dir, out, resume=True, save_every=1000)) == [0]
     assert values(out) == values(straight)
+
+
+def test_signals_are_answered_and_a_second_ctrl_c_ends_at_once(data_dir, forks, tmp_path):
+    """Two within a second are one Ctrl-C: under torchrun the terminal and torchrun both send it."""
+    twice = "os.kill(os.getpid(), signal.SIGINT); os.kill(os.getpid(), signal.SIGINT)"
+    argv = flags(data_dir, tmp_path / "twice", save_every=1000)
+    assert forks.run(argv, fault_at(6, twice)) == [train.STOPPED]
+    assert forks.stderr.read_text().startswith("SIGINT: a checkpoint after this update")
+    later = "import time; time.sleep(1.1); ".join(["os.kill(os.getpid(), signal.SIGINT); "] * 2)
+    argv = flags(data_dir, tmp_path / "later", save_every=1000)
+    assert forks.run(argv, fault_at(6, later)) == [130]
+    said = forks.stderr.read_text().splitlines()
+    assert said[-1].startswith("train.py: interrupted; --resume") and len(said) == 2
+    assert not list_checkpoints(tmp_path / "later")
+
+
+def test_signal_handlers_come_back_after_a_run(data_dir, tmp_path, monkeypatch):
+    """As in a notebook, where Ctrl-C is wanted again."""
+    numbers = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP
+    before = [signal.getsignal(number) for number in numbers]
+    run_here(monkeypatch, data_dir, tmp_path, max_targets=512)
+    assert [signal.getsignal(number) for number in numbers] == before
+
+
+def test_a_slow_disk_is_not_a_lost_process(data_dir, forks, tmp_path):
+    """Reading and writing a checkpoint may each take longer than --timeout."""
+    slow = """
+import time
+import machinery.checkpoints as checkpoints
+save, read = checkpoints.save_checkpoint, checkpoints.read_checkpoint
+checkpoints.save_checkpoint = lambda *args, **rest: (time.sleep(2.5), save(*args, **rest))
+checkpoints.read_checkpoint = lambda path: (time.sleep(2.5), read(path))[1]
+"""
+    for updates in (1, 2):
+        argv = flags(data_dir, tmp_path, timeout=2, save_every=1, max_targets=512 * updates,
+                     eval_every=100, micro_batch=16, resume=True)
+        assert forks.run(argv, slow if updates == 2 else "", processes=2) == [0, 0], forks.output()
+    assert "resumed after update 1" in forks.output() and steps(tmp_path) == [1, 2]
+
+
+def test_an_error_of_any_process_is_told(data_dir, forks, tmp_path):
+    """In what all do, once and by the first; alone in an update, by the process itself."""
+    before = """
+import machinery.shards as shards
+whole = shards.Shard.map
+def map(self):
+    if os.environ['RANK'] == '1':
+        raise OSError(5, 'Input/output error', str(self.path))
+    return whole(self)
+shards.Shard.map = map
+"""
+    line = forks.refused(flags(data_dir, tmp_path / "a"), before, processes=2)
+    assert line.startswith("train.py: process 1: ") and "Input/output error" in line
+    assert not (tmp_path / "a").exists()
+    later = fault_at(9, "if os.environ['RANK'] == '1': raise OSError(5, 'Input/output error')")
+    codes = forks.run(flags(data_dir, tmp_path / "b", timeout=20), later, processes=2)
+    assert codes == [1, 1]
+    assert "train.py: process 1: [Errno 5] Input/output error" in forks.stderr.read_text()
+
+
+def test_what_is_said_is_there_at_once(data_dir, forks, tmp_path):
+    """Also where standard output is a file."""
+    fault = fault_at(9, "os.kill(os.getpid(), signal.SIGKILL)")
+    assert forks.run(flags(data_dir, tmp_path), fault) == [-signal.SIGKILL]
+    assert "\nstep      4  targets 2,048" in forks.stdout.read_text()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -371,6 +504,24 @@ def test_a_failed_run_of_a_sweep_is_said_and_the_others_go_on(data_dir, forks, t
     assert "do not divide" in (tmp_path / "micro_batch=3" / "console.txt").read_text()
 
 
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_signal_to_a_sweep_is_passed_on_and_its_save_waited_for(data_dir, forks, tmp_path, name):
+    """As its runs do it leaves with 75, and starts no other; the same command continues."""
+    argv = [*flags(data_dir, tmp_path, save_every=1000, max_targets=512 * 2000),
+            "--sweep=seed=1,2"]
+    pid = forks.start(argv)
+    log = tmp_path / "seed=1" / "log.jsonl"
+    deadline = time.monotonic() + 60
+    while not (log.exists() and len(rows(log.parent)) > 3) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.kill(pid, getattr(signal, name))
+    assert forks.wait(pid) == train.STOPPED
+    stopped = [int(path.stem[5:]) for path in list_checkpoints(tmp_path / "seed=1")]
+    assert len(stopped) == 1 and steps(tmp_path / "seed=1")[-1] == stopped[0]
+    assert f"by {name}" in (tmp_path / "seed=1" / "console.txt").read_text()
+    assert not (tmp_path / "seed=2").exists()
+
+
 # --- wrong input: one line, a non-zero exit, nothing half-written
 
 @pytest.mark.parametrize("argv, message", [
@@ -380,8 +531,17 @@ def test_a_failed_run_of_a_sweep_is_said_and_the_others_go_on(data_dir, forks, t
     ("--micro_batch=0", "1 or more"), ("--keep=0", "1 or more"), ("--device=mps", "expected cpu"),
     ("--warmup_steps=999 --decay_steps=10", "at most decay_steps=10"),
     ("--max_targets=1.5", "max_targets"), ("--max_targets=inf", "max_targets"),
-    ("--min_lr=1", "min_lr <= max_lr"), ("--compile=maybe", "invalid boolean value"),
-    ("--parallel=tp", "invalid choice")])
+    ("--min_lr=1", "min_lr <= max_lr"), ("--max_lr=inf", "max_lr=inf"), ("--max_lr=nan", "max_lr"),
+    ("--targets_per_second=nan", "targets_per_second=nan"), ("--timeout=1e9", "timeout"),
+    (f"--timeout={10**9}", "timeout=1000000000: expected at most"), ("--seed=-1", "0 or more"),
+    (f"--seed={2**64}", "expected at most 18446744073709551615"), ("--device=cuda", "no CUDA"),
+    ("--device=cpu:1", "expected cpu"), ("--device=", "expected cpu"),
+    ("--input=gf2 --code_seed=-1", "code_seed=-1: expected 0"),
+    (f"--input=random --code_seed={2**32}", "code_seed=4294967296: expected 0"),
+    ("--input=gf2 --code_offset=zz", "code_offset=zz"),
+    ("--input=gf2 --code_offset=fff", "hexadecimal number below 0x200"),
+    ("--input=gf2 --vocab_size=16", "no invertible 4 x 4 matrix"),
+    ("--compile=maybe", "invalid boolean value"), ("--parallel=tp", "invalid choice")])
 def test_wrong_flags(data_dir, tmp_path, monkeypatch, capsys, argv, message):
     whole = ["train.py", *flags(data_dir, tmp_path / "out"), *argv.split()]
     monkeypatch.setattr(sys, "argv", whole)
@@ -427,6 +587,25 @@ def test_swapped_shards(spoiled, tmp_path, monkeypatch):
     meta = json.loads((spoiled / "meta.json").read_text())
     path.write_bytes((other.read_bytes() * 2)[:2 * meta["shards"][0]["train"]["tokens"]])
     with pytest.raises(ValueError, match="index does not belong"):
+        run_here(monkeypatch, spoiled, tmp_path / "out", max_targets=100_000)
+
+
+def test_swapped_shards_of_equal_documents(spoiled, tmp_path, monkeypatch):
+    """The same sizes and lengths, other tokens: only the sha256 can tell. Validation's too."""
+    path = spoiled / "val" / "00001.bin"
+    content = bytearray(path.read_bytes())
+    content[0] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="val/00001.bin: its sha256 is not the one in meta.json"):
+        run_here(monkeypatch, spoiled, tmp_path / "out", max_targets=100_000)
+    assert not (tmp_path / "out").exists()
+    content[0] ^= 1
+    path.write_bytes(content)
+    path = spoiled / "train" / "00002.bin"
+    content = bytearray(path.read_bytes())
+    content[0] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="train/00002.bin: its sha256 is not the one"):
         run_here(monkeypatch, spoiled, tmp_path / "out", max_targets=100_000)
 
 

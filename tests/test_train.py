@@ -10,7 +10,9 @@ import shutil
 import subprocess
 import sys
 import time
+import types
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -38,6 +40,7 @@ from machinery import settings
 from machinery.checkpoints import load_model, read_checkpoint
 from machinery.costs import count_parameters
 from machinery.runs import list_checkpoints
+from machinery.shards import open_shards
 from model import INPUTS, Decoder, ModelConfig
 from train import WindowSampler, learning_rate, rank_rows, uniforms
 
@@ -148,6 +151,9 @@ class FakeShard:
     def map(self):
         return self.ids, self.starts
 
+    def verify(self):
+        pass
+
 
 def draw(sampler, n, stream=0):
     return sampler.batch([(stream, w) for w in range(n)])
@@ -245,6 +251,41 @@ def test_no_long_document_is_refused():
     message = "block_size=8: no document has more than 8 tokens .*the longest of 2 has 8"
     with pytest.raises(ValueError, match=message):
         WindowSampler([FakeShard(8, 5)], 8, 1, 1)
+
+
+def test_a_stream_keeps_one_shard_mapped(data_dir):
+    """A mapping that stays looks like a leak: the pages it has touched count as the process's."""
+    sampler = WindowSampler(open_shards(data_dir, "train"), 32, seed=1, windows_per_visit=2)
+    visited = set()
+    for w in range(0, 40, 2):
+        for stream in (0, 1):
+            visited.add(sampler.visit(stream, w // 2)[0].filename)
+        mapped = Path("/proc/self/maps").read_text().count(f"{data_dir}/train/")
+        assert mapped <= 2
+    assert len(visited) == 3
+
+
+def validation(data_dir, rank=0, world_size=1, **changes):
+    values = dict(data=data_dir, block_size=32, eval_windows=5, micro_batch=8) | changes
+    return train.load_validation(types.SimpleNamespace(**values), rank, world_size, print)
+
+
+def test_validation_windows_are_the_first_of_one_sequence(data_dir):
+    """However many there are, and whatever the processes and micro-batches; of every shard alike.
+    """
+    many = validation(data_dir, eval_windows=30)[0][:30]
+    for n in (1, 5, 16):
+        assert torch.equal(validation(data_dir, eval_windows=n)[0][:n], many[:n])
+    for world_size, micro_batch in ((1, 1), (2, 3), (4, 8)):
+        parts = [validation(data_dir, rank, world_size, micro_batch=micro_batch)
+                 for rank in range(world_size)]
+        inputs = torch.stack([part[0] for part in parts], 1).flatten(0, 1)
+        targets = torch.stack([part[1] for part in parts], 1).flatten(0, 1)
+        assert torch.equal(inputs[:5], many[:5]) and torch.equal(targets[:5, :-1], many[:5, 1:])
+        assert (targets[5:] == -1).all()
+        # One shape, for a compiled model: another would make its training graphs dynamic.
+        assert all(len(part[0]) == len(parts[0][0]) for part in parts)
+        assert len(parts[0][0]) % micro_batch == 0 and len(targets) < 5 + world_size * micro_batch
 
 
 def test_evaluation_weighs_targets_not_batches():

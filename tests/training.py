@@ -157,8 +157,9 @@ def fake_cuda(monkeypatch, at_update):
                 return function(*args, **kwargs)
         return call
 
-    for name, value in dict(is_available=True, is_bf16_supported=True, get_device_name="an H200",
-                            max_memory_allocated=0).items():
+    facts = dict(is_available=True, device_count=2, is_bf16_supported=True,
+                 get_device_name="an H200", max_memory_allocated=0)
+    for name, value in facts.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value, **__: value)
     # The check of torch.cuda.set_device is torch's own; only what would reach for a driver goes.
     monkeypatch.setattr(torch._C, "_cuda_setDevice", lambda index: None, raising=False)

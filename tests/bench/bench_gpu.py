@@ -24,7 +24,7 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import train  # noqa: E402
-from machinery import costs, machine  # noqa: E402
+from machinery import costs, machine, processes  # noqa: E402
 from model import Decoder, ModelConfig  # noqa: E402
 
 CASES = ("binary block", "binary selective", "learned block", "learned selective", "llama block")
@@ -54,7 +54,7 @@ def measure(case, dry_run, steps):
     """Return {targets_per_second, mfu, peak_gb, loss} of one case."""
     kind, recompute = case.split()
     wanted = argparse.Namespace(device="cpu" if dry_run else "cuda")
-    _, _, device = machine.start_processes(wanted)
+    _, _, device = processes.start_processes(wanted)
     config = ModelConfig(input="learned" if kind == "llama" else kind, **TINY if dry_run else {})
     torch.manual_seed(1)
     with torch.device("meta"):
