@@ -692,6 +692,9 @@ def test_check_knows_the_tokenizer(prepared, prep):
     flip(prepared / "tokenizer.json", 5)
     with pytest.raises(SystemExit, match="tokenizer.json: its sha256"):
         run(f"--check={prepared}")
+    (prepared / "tokenizer.json").unlink()
+    with pytest.raises(SystemExit, match="tokenizer.json: missing"):
+        run(f"--check={prepared}")
     prep(val_fraction=0.2)
     assert contents(prepared) == before
 
