@@ -60,11 +60,15 @@ def learns(tokenizer):
 
 
 def identity(meta):
-    """Return what must be equal for two runs to be one preparation, by names for an error."""
+    """Return what must be equal for two runs to be one preparation, by names for an error.
+
+    Of a tokenizer not its name: that may be a path, and the sha256 tells.
+    """
     fields = {key: meta.get(key) for key in ("sources", "columns", "max_documents")}
     for group in ("tokenizer", "split"):
         for key, value in meta.get(group, {}).items():
             fields[f"{group} {key}"] = value
+    fields.pop("tokenizer name", None)
     return fields
 
 

@@ -173,6 +173,17 @@ def test_a_tilde_is_the_home(tmp_path, tokenizer_path):
     assert command("--check=~/made/a", HOME=str(tmp_path)).returncode == 0
 
 
+def test_a_tokenizer_is_known_by_its_sha256(tmp_path, tokenizer_path, prep):
+    parquet(tmp_path / "a.parquet", texts_of(9))
+    before = contents(prep())
+    data = Path(tokenizer_path).read_bytes()
+    (tmp_path / "same.json").write_bytes(data)
+    assert contents(prep(tokenizer=tmp_path / "same.json")) == before
+    (tmp_path / "other.json").write_bytes(data + b" ")
+    with pytest.raises(ValueError, match="tokenizer sha256"):
+        prep(tokenizer=tmp_path / "other.json")
+
+
 @pytest.mark.parametrize("source, out", [
     ("stdlib", "data/stdlib"), ("fineweb-edu", "data/fineweb-edu"), ("x/*.parquet", "data/corpus"),
     ("x/part-??.jsonl", "data/part"), ("[ab]c_*.txt", "data/abc"), ("a.b.jsonl.gz", "data/a"),
