@@ -45,7 +45,8 @@ INIT_STD = 0.02  # of every matrix and the learned table, but for the projection
 CHOICES = {"input": INPUTS, "ffn": ("swiglu", "gelu"), "code_values": ("01", "pm1"),
            "lift": ("tile", "interleave")}
 MEANINGFUL = {"code_values": BITS, "table_free": BITS, "code_offset": ("gf2",),
-              "code_scale": tuple(FIXED), "lift": (*FIXED, "lowdim")}  # for which inputs
+              "code_scale": tuple(FIXED), "lift": (*FIXED, "lowdim"),
+              "input_std": ("learned", "lowdim")}  # for which inputs
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,7 @@ class ModelConfig:
     code_scale: str = "1"       # fixed codes: a factor, or matched: the learned rows' mean norm
     lift: str = "tile"          # how K numbers fill C: tile (the paper), or interleave
     table_free: bool = False    # binary, gf2: compute the codes from the ids, keep no codebook
+    input_std: float = INIT_STD  # learned, lowdim: the table's standard deviation at the start
     norm_eps: float = 1e-5      # the paper does not state it
     rope_theta: float = 10_000.0
 
@@ -89,6 +91,8 @@ class ModelConfig:
                                  f"only for {', '.join(inputs)}")
         if self.code_scale != "matched" and not positive(self.code_scale):
             raise ValueError(f"code_scale={self.code_scale}: expected matched or a number above 0")
+        if not positive(self.input_std):
+            raise ValueError(f"input_std={self.input_std}: expected a number above 0")
         check_seed(self.code_seed)
         if self.code_offset != "random":
             parse_offset(self.code_offset, self.n_bits)
@@ -358,13 +362,18 @@ class Decoder(nn.Module):
             self.init_weights(torch.Generator().manual_seed(seed))
 
     def init_weights(self, generator):
-        """Draw matrices from N(0, 0.02), o_proj and down_proj from N(0, 0.02 / sqrt(2 n_layer))."""
+        """Draw matrices from N(0, 0.02), o_proj and down_proj from N(0, 0.02 / sqrt(2 n_layer)).
+
+        And the input table, if there is one, from N(0, input_std).
+        """
         residual_std = INIT_STD / math.sqrt(2 * self.config.n_layer)  # 2 additions a block (GPT-2)
         table_last = sorted(self.named_parameters(), key=lambda item: "embed_tokens" in item[0])
         for name, p in table_last:
             if p.dim() == 2:  # norm gains stay 1
                 into_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
                 std = residual_std if into_residual else INIT_STD
+                if "embed_tokens" in name:
+                    std = self.config.input_std
                 nn.init.normal_(p, std=std, generator=generator)
 
     def forward(self, idx, targets=None, cache=None, positions=None, mask=None, select=None):

@@ -13,7 +13,7 @@ from machinery.shards import read_meta
 # goes without saying.
 LABELS = {"code_seed": ("code {}", None), "code_offset": ("offset {}", "0"),
           "code_values": ("{}", "01"), "code_scale": ("scale {}", "1"), "lift": ("{}", "tile"),
-          "table_free": ("table-free", "False")}
+          "table_free": ("table-free", "False"), "input_std": ("std {:g}", "0.02")}
 
 
 def read_json(path):

@@ -297,6 +297,12 @@ def test_no_model_is_built_with_such_an_interface(monkeypatch):
         Decoder(ModelConfig("binary", 100, 16, 1, 1, 14, 8))
 
 
+def test_every_option_of_an_input_is_a_flag():
+    args = settings.parse_args(train.PRESETS, "", ["--preset=smoke", "--input=lowdim",
+                                                   "--input_std=0.5"])
+    assert settings.model_config(args).input_std == 0.5
+
+
 # --- command line
 
 def test_command_line_prints_the_matrix_and_its_checks():

@@ -169,6 +169,8 @@ def test_coverage_of_both_intervals_is_near_nominal():
       "table_free": False}, "binary"),
     ({"input": "binary", "code_values": "pm1", "code_scale": "matched"},
      "binary pm1 scale matched"),
+    ({"input": "learned", "input_std": 0.02}, "learned"),
+    ({"input": "learned", "input_std": 1.0}, "learned std 1"),
     ({"input": "binary", "lift": "interleave", "table_free": True},
      "binary interleave table-free")])
 def test_labels(config, name):

@@ -263,10 +263,25 @@ def test_code_facts_for_the_record():
     (dict(input="binary", code_scale="-1"), "a number above 0"),
     (dict(input="binary", lift="stack"), "tile or interleave"),
     (dict(input="tied", lift="interleave"), "no meaning"),
-    (dict(input="lowdim", n_embd=30), "n_bits=7")])
+    (dict(input="lowdim", n_embd=30), "n_bits=7"),
+    (dict(input="binary", input_std=1.0), "only for learned, lowdim"),
+    (dict(input="tied", input_std=1.0), "no meaning for input=tied"),
+    (dict(input="learned", input_std=0.0), "input_std=0.0: expected a number above 0"),
+    (dict(input="learned", input_std=math.nan), "input_std=nan: expected a number above 0"),
+    (dict(input="lowdim", input_std=math.inf), "input_std=inf: expected a number above 0")])
 def test_options_without_meaning_are_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         ModelConfig(**{**TINY, **fields})
+
+
+@pytest.mark.parametrize("input", ["learned", "lowdim"])
+def test_input_std_is_the_tables_at_the_start_and_nothing_elses(input):
+    first, wide = small(input), small(input, input_std=1.0)
+    weight = "model.embed_tokens.weight"
+    assert wide.state_dict()[weight].std().item() == pytest.approx(1, rel=0.1)
+    for name, p in wide.state_dict().items():
+        expected = first.state_dict()[name]
+        assert torch.allclose(p, 50 * expected) if name == weight else torch.equal(p, expected)
 
 
 # --- parts
