@@ -586,7 +586,7 @@ def test_interrupt_is_one_line(moment, large, tmp_path, flags):
     time.sleep(0.05)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the workers too
     errors = process.communicate(timeout=20)[1]
-    assert errors == INTERRUPTED and process.returncode == 1
+    assert errors == INTERRUPTED and process.returncode == 130
 
 
 @pytest.mark.parametrize("seconds", [0.005, 0.05])
@@ -604,7 +604,7 @@ def test_interrupted_twice_it_still_ends(seconds, large, tmp_path, flags):
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         raise
-    assert errors == INTERRUPTED and process.returncode == 1
+    assert errors == INTERRUPTED and process.returncode == 130
 
 
 def test_two_runs_at_once_in_one_directory_are_refused(tmp_path, prep):

@@ -26,7 +26,7 @@ from preparing import (
 )
 
 import prepare
-from machinery import files, sources, workers
+from machinery import errors, files, sources, workers
 
 # What ends a command
 
@@ -146,7 +146,7 @@ def test_a_failed_read_is_not_damage(error, part, tmp_path, monkeypatch, prep):
         patch.setitem(sources.READERS, ".parquet", failing)
         with pytest.raises((OSError, MemoryError)) as told:
             prep(out="other")
-        line = files.explain(told.value)
+        line = errors.explain(told.value)
         assert part in line and "a.parquet" in line and "replace" not in line and "\n" not in line
     with monkeypatch.context() as patch:
         patch.setattr("machinery.shards.Shard.verify", lambda shard: fail(error))
