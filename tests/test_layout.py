@@ -121,3 +121,13 @@ def test_an_old_python_is_told_in_one_line():
     assert done.returncode == 1
     assert done.stderr.startswith("nanobit needs Python 3.11 or newer")
     assert done.stderr.count("\n") == 1
+
+
+def test_the_readme_counts_lines_rightly():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    total = 0
+    for number, name in enumerate(CORE, 1):
+        lines = len(path_of(name).read_text(encoding="utf-8").splitlines())
+        assert f"| {number} `{name}.py` | {lines} |" in text, f"{name}.py has {lines} lines"
+        total += lines
+    assert f"{total:,} lines" in text, f"{total:,} lines in all"
