@@ -39,10 +39,10 @@ def format_table(header, rows, markdown, left=1):
 
 def format_value(metric, values):
     """Return a metric as the paper prints it: accuracies in percent, with their standard error."""
-    value, error = values.get(metric), values.get(f"{metric}_stderr")
-    if value is None:
+    if metric not in values:
         return "-"
-    if not math.isfinite(value):
+    value, error = values[metric], values.get(f"{metric}_stderr")
+    if value is None or not math.isfinite(value):  # in JSON null is what is not finite
         return "not finite"
     scale = 1 if metric in LOWER_IS_BETTER else 100
     return f"{scale * value:.2f}" + (f" ±{scale * error:.2f}" if isinstance(error, float) else "")
