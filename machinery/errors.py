@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import sys
 
 # Failures of the machine, not of what is read: which is told, with what to do about it.
 OF_THE_MACHINE = {
@@ -44,5 +45,36 @@ def explained(what, advice, kind=ValueError, place=""):
             where = f" ({cause.filename})" if cause.filename else ""
             advice = place or OF_THE_MACHINE[cause.errno]
             raise OSError(f"{what}: {cause.strerror}{where}; {advice}") from error
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        reason = " ".join(str(error).split())[:200]
+        if isinstance(error, KeyError) or not reason:  # its text is the key alone
+            reason = f"{type(error).__name__} {reason}".strip()
         raise kind(f"{what}: {reason}; {advice}") from error
+
+
+# Memory that does not suffice, in the words of CUDA and MPS, of Linux, and of Windows and macOS.
+OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
+
+
+def is_out_of_memory(error):
+    return isinstance(error, MemoryError) or any(words in str(error) for words in OUT_OF_MEMORY)
+
+
+@contextlib.contextmanager
+def one_line(program):
+    """End the program in one line where the user or the machine can mend what happened; our own
+    mistakes keep their traceback. What a console cannot show is replaced; lines appear at once."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # a notebook's stream has none
+            stream.reconfigure(errors="replace", line_buffering=True)
+    try:
+        yield
+    except KeyboardInterrupt:
+        print(f"{program}: interrupted; the same command goes on from here", file=sys.stderr)
+        sys.exit(130)
+    except (ValueError, OSError) as error:
+        sys.exit(f"{program}: {' '.join(str(error).split())}")
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        sys.exit(f"{program}: out of memory; --dtype=bfloat16 needs half, a smaller --batch_tokens "
+                 "less, and --device=cpu has another memory")

@@ -49,10 +49,11 @@ class Reporter:
         rate = done / (time.perf_counter() - self.since)
         left = int((self.args.steps * self.args.tokens_per_step - targets) / rate)
         memory, peak = peak_memory_gb(self.device), peak_flops(self.device)
+        held = f"  {memory:.2f} GB" if memory else ""
         mfu = f"MFU {rate * self.flops / peak:.1%}  " if peak else ""
         self.say(f"step {step:6,}  targets {targets:,}  loss {loss:.4f}  lr {lr:.3e}  "
                  f"norm {norm:.3f}  {rate:,.0f} targets/s  {mfu}"
-                 f"ETA {left // 3600}:{left // 60 % 60:02}:{left % 60:02}  {memory:.2f} GB")
+                 f"ETA {left // 3600}:{left // 60 % 60:02}:{left % 60:02}{held}")
         self.write(step=step, targets=targets, loss=loss.item(), lr=lr, grad_norm=norm.item(),
                    targets_per_second=rate, memory_gb=memory)
         self.start_clock()

@@ -6,6 +6,7 @@ huggingface_hub's.
 """
 
 import base64
+import errno
 import gzip
 import hashlib
 import http.server
@@ -37,6 +38,7 @@ from preparing import (
 import prepare
 from machinery import downloads
 from machinery.downloads import download
+from machinery.files import explain
 
 REVISION = "a" * 40
 FILE = "fineweb-edu-dedup/train-{:05d}-of-00234.parquet"
@@ -514,6 +516,19 @@ def test_max_documents_reads_only_the_row_groups_it_needs(hub, server, tokenizer
             first, last = re.fullmatch(r"bytes=(\d+)-(\d+)", wanted).groups()
             read += min(int(last), size - 1) - int(first) + 1
     assert 0 < read < size / 2, f"{read:,} of {size:,} bytes"
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.ENOSPC])
+def test_a_cache_that_cannot_be_written_is_told_as_such(number, tmp_path, monkeypatch):
+    import huggingface_hub
+
+    def failing(**unused):
+        raise OSError(number, os.strerror(number), "/home/nobody/.cache")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", failing)
+    with pytest.raises(OSError) as error:
+        downloads.fetch("hf://datasets/o/n@v1/a.txt", tmp_path, keep=True)
+    assert f"/home/nobody/.cache: {os.strerror(number)}" in explain(error.value)
 
 
 def test_a_hub_that_is_away_is_one_line(tmp_path):

@@ -25,6 +25,7 @@ import pyarrow.parquet as pq
 import pytest
 from preparing import (
     ROOT,
+    assert_is_line,
     assert_one_line,
     command,
     contents,
@@ -549,6 +550,20 @@ def test_workers_do_not_outlive_a_killed_run(large, tmp_path, flags):
         time.sleep(0.05)
 
 
+def test_a_worker_that_dies_is_one_line_and_the_next_run_completes(tmp_path, flags, prep):
+    parquet(tmp_path / "a.parquet", texts_of(20_000, words=300))
+    clean = contents(prep(out="clean"))
+    process = spawn(*flags(), "--workers=2", stderr=subprocess.PIPE)
+    while not is_at_work(process, tmp_path / "out"):
+        assert process.poll() is None
+        time.sleep(0.01)
+    os.kill(max(map(int, descendants(process.pid))), signal.SIGKILL)  # the youngest is a worker
+    errors = process.communicate(timeout=20)[1]
+    assert_is_line(errors[:-1], "a worker died")
+    assert process.returncode == 1 and not final_names(tmp_path / "out")
+    assert contents(prep("*.parquet", "--workers=2")) == clean
+
+
 def has_started(process, out):
     return len(descendants(process.pid)) >= 2
 
@@ -676,6 +691,9 @@ def test_check_knows_the_tokenizer(prepared, prep):
     before = contents(prepared)
     flip(prepared / "tokenizer.json", 5)
     with pytest.raises(SystemExit, match="tokenizer.json: its sha256"):
+        run(f"--check={prepared}")
+    (prepared / "tokenizer.json").unlink()
+    with pytest.raises(SystemExit, match="tokenizer.json: missing"):
         run(f"--check={prepared}")
     prep(val_fraction=0.2)
     assert contents(prepared) == before
