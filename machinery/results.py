@@ -133,9 +133,11 @@ def check_data(run, again):
     if found is None and heldout["data"] == config["data"]:
         return  # an older score, which names its data by path only
     if found is None:
-        with explained(f"{run['path']}: its held-out score is of {heldout['data']}",
-                       f"score it again with {again}"):
+        try:
             found = data_fingerprint(read_meta(heldout["data"]))
+        except (OSError, ValueError, KeyError):
+            raise ValueError(f"{run['path']}: its held-out score is of {heldout['data']}, which is "
+                             f"no more to be read; score it again with {again}") from None
     if found != config["data_fingerprint"]:
         raise ValueError(f"{run['path']}: its held-out score is of other data than it was trained "
                          f"on ({found[:12]}, {config['data_fingerprint'][:12]}); score it again "

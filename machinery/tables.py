@@ -3,6 +3,7 @@
 import json
 import math
 
+from machinery.scores import plain
 from machinery.statistics import LEVEL
 
 ACCURACIES = ("acc", "acc_norm", "exact_match")  # shares of documents
@@ -12,15 +13,7 @@ SHOWN = (*ACCURACIES, "f1", *LOWER_IS_BETTER)
 
 def to_json(result):
     """Return plain values as JSON, with null for what is not finite, which JSON cannot say."""
-    return json.dumps(without_nan(result), indent=1, allow_nan=False)
-
-
-def without_nan(value):
-    if isinstance(value, dict):
-        return {key: without_nan(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [without_nan(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return json.dumps(plain(result), indent=1, allow_nan=False)
 
 
 def format_table(header, rows, markdown, left=1):

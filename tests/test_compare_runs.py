@@ -351,7 +351,8 @@ def test_the_score_of_the_runs_own_data_is_taken(six_runs):
 
 def test_scores_of_data_named_by_path_are_of_the_same_data(six_runs, tmp_path):
     """Held-out scores once named their data by path only."""
-    meta = {"format": 1, "tokenizer": {"sha256": "1" * 64}, "shards": [{"train": "a", "val": "b"}]}
+    meta = {"format": 1, "sources": [], "tokenizer": {"sha256": "1" * 64},
+            "shards": [{"train": "a", "val": "b"}]}
     for path in six_runs:
         edit(path / "config.json", data_fingerprint=data_fingerprint(meta))
     assert len(compare.compare_runs(six_runs)["groups"]) == 2
