@@ -22,24 +22,25 @@ tokenizer.json beside it. score writes heldout-STEP.json, or SUITE-STEP.json for
 (in out/NAME/ for a reference model); probe writes probe-STEP.json and .png.
 """
 
-import json
 import math
 import os
-import sys
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from machinery.checkpoints import hash_tensors, load_model
-from machinery.files import sha256, write_whole
+from machinery import scores
+from machinery.candidates import Candidate, load_finite, run_tokenizer, vocabulary_sha256
+from machinery.checkpoints import hash_tensors
+from machinery.errors import one_line
+from machinery.files import sha256
 from machinery.huggingface import export_checkpoint, import_folder
 from machinery.options import parse_args
 from machinery.packing import cut_documents
 from machinery.references import open_reference
-from machinery.runs import run_directory
-from machinery.scorer import Candidate, Scorer
+from machinery.runs import data_fingerprint
+from machinery.scorer import Scorer, agree
 from machinery.shards import open_shards, read_meta
 from machinery.tokenizer import load_tokenizer, token_bytes, vocab_size
 
@@ -47,6 +48,7 @@ from machinery.tokenizer import load_tokenizer, token_bytes, vocab_size
 # shows first.
 SUITES = {"paper": [("wikitext,hellaswag,arc_easy,arc_challenge,piqa,winogrande,openbookqa,"
                      "commonsense_qa,lambada_openai,mmlu", 0), ("mmlu", 5)]}
+MOST_NATS = 700  # exp of more has no float64
 
 
 def open_checkpoint(path, device, dtype):
@@ -54,16 +56,15 @@ def open_checkpoint(path, device, dtype):
 
     Raises ValueError if its tokenizer has more ids than the model.
     """
-    model, state = load_model(path, device)
+    model, state = load_finite(path, device)
     model.to(getattr(torch, dtype))
-    tokenizer_path, V = run_directory(path) / "tokenizer.json", model.config.vocab_size
-    tokenizer = load_tokenizer(tokenizer_path)
-    n_ids, eot_id = vocab_size(tokenizer), state["eot_id"]
+    tokenizer, tokenizer_sha256 = run_tokenizer(path, state)
+    V, n_ids, eot_id = model.config.vocab_size, vocab_size(tokenizer), state["eot_id"]
     # An imported model may begin with another token than it ends with, and its tokenizer put it
     # there; ours is trained on texts as they are.
     prefix_id, template = state.get("bos_id", eot_id), state.get("template", False)
     if n_ids > V:
-        raise ValueError(f"{tokenizer_path}: {n_ids:,} ids, but the model of {path} has {V:,}")
+        raise ValueError(f"{path}: its tokenizer has {n_ids:,} ids, but the model {V:,}")
 
     def forward(idx, **options):
         return model(idx, **options)[0]
@@ -90,8 +91,10 @@ def open_checkpoint(path, device, dtype):
         context=model.config.block_size,
         facts={"name": str(path), "step": state["step"], "data": state["data"],
                "model_config": state["model_config"],
+               "data_sha256": state.get("config", {}).get("data_fingerprint"),
                "weights_sha256": hash_tensors(sorted(model.state_dict().items())),
-               "tokenizer_sha256": sha256(tokenizer_path.read_bytes())},
+               "tokenizer_sha256": tokenizer_sha256,
+               "vocabulary_sha256": vocabulary_sha256(tokenizer)},
         note=note)
 
 
@@ -112,14 +115,19 @@ def open_scorer(candidate, out, args):
                   cache)
 
 
-def find_data(name, data_dir, n_ids):
-    """Return data_dir if it is prepared for the n_ids of the model called name; raises ValueError
-    otherwise."""
+def find_data(name, data_dir, tokenizer_vocabulary):
+    """Return data_dir if it is prepared with the tokenizer of the model called name.
+
+    Raises ValueError otherwise: ids of another tokenizer, even of as many, are other texts.
+    """
     if not data_dir:
         raise ValueError(f"{name}: it does not say what data it was trained on; give --data=DIR")
-    found = read_meta(data_dir)["tokenizer"]["vocab_size"]
-    if found != n_ids:
-        raise ValueError(f"{name}: vocab_size {n_ids}, but {data_dir} has {found}; give --data=DIR")
+    meta, path = read_meta(data_dir), Path(data_dir) / "tokenizer.json"
+    if sha256(path.read_bytes()) != meta["tokenizer"]["sha256"]:
+        raise ValueError(f"{path}: its sha256 is not the one in meta.json; prepare it again")
+    if vocabulary_sha256(load_tokenizer(path)) != tokenizer_vocabulary:
+        raise ValueError(f"{name}: {data_dir} was prepared with another tokenizer; give --data=DIR "
+                         "with this model's")
     return data_dir
 
 
@@ -155,16 +163,21 @@ def score_heldout(scorer, data_dir):
         stderr = math.sqrt(squares * n / (n - 1)) / targets.sum()
     documents = [{"targets": int(t), "bytes": int(b), "nats": x}
                  for t, b, x in zip(targets, n_bytes, nats.tolist())]
-    return {"loss": loss, "loss_stderr": stderr, "perplexity": math.exp(loss),
+    perplexity = math.exp(loss) if loss < MOST_NATS else math.inf
+    return {"loss": loss, "loss_stderr": stderr, "perplexity": perplexity,
             "bits_per_byte": nats.sum() / math.log(2) / n_bytes.sum(), "documents": documents}
 
 
 def heldout_result(name, scorer, args):
     """Return the held-out scores file of a candidate as plain values."""
     facts = scorer.candidate.facts
-    data_dir = find_data(name, args.data or facts.get("data"), scorer.candidate.n_ids)
+    data_dir = find_data(name, args.data or facts.get("data"), facts["vocabulary_sha256"])
+    facts["heldout_sha256"] = data_fingerprint(read_meta(data_dir))
+    agree({"the data": facts["heldout_sha256"]})
     return {"checkpoint": str(name), "step": facts["step"], "data": str(data_dir),
-            "dtype": args.dtype, "max_length": scorer.max_length,
+            "data_sha256": facts["heldout_sha256"], "dtype": args.dtype,
+            "max_length": scorer.max_length, "weights_sha256": facts["weights_sha256"],
+            "tokenizer_sha256": facts["tokenizer_sha256"], "note": scorer.candidate.note,
             **score_heldout(scorer, data_dir)}
 
 
@@ -177,20 +190,10 @@ def print_heldout(result):
           f"{targets:,} targets")
 
 
-def scores_path(out, step, args):
-    """Return the scores file's path: what was scored, the examples, the limit, the checkpoint."""
-    label = "heldout"
-    if args.suite or args.tasks:
-        label = args.suite or args.tasks.replace(",", "+")
-        if args.num_fewshot is not None:
-            label += f"_{args.num_fewshot}shot"
-        if args.limit:
-            label += f"_limit{args.limit}"
-    return out / (f"{label}.json" if step is None else f"{label}-{step:08d}.json")
-
-
 def score_one(name, candidate, out, args):
     """Score a candidate on held-out documents or on benchmarks; write the scores file, print it."""
+    agree({"the weights": candidate.facts["weights_sha256"],
+           "the tokenizer": candidate.facts["tokenizer_sha256"]})
     scorer = open_scorer(candidate, out, args)
     if args.suite or args.tasks:
         # Imported here: with the harness the import takes seconds, which nothing else needs.
@@ -204,10 +207,8 @@ def score_one(name, candidate, out, args):
         show = print_heldout
     if scorer.part > 0:
         return
-    out.mkdir(parents=True, exist_ok=True)
-    path = scores_path(out, candidate.facts["step"], args)
     # Before anything is printed: hours may be in it.
-    write_whole(path, json.dumps(result, default=str).encode())
+    path = scores.write(out / scores.scores_name(args, candidate.facts), result)
     scorer.remove_cache()
     show(result)
     print(f"written to {path}")
@@ -217,14 +218,16 @@ def command_score(args):
     """Score every checkpoint and every reference model."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         dist.init_process_group("gloo")  # only finished scores are exchanged
+        agree(vars(args))
         if args.device == "cuda":
             args.device = f"cuda:{os.environ['LOCAL_RANK']}"
     for path in args.checkpoints:
-        candidate = open_checkpoint(path, args.device, args.dtype)
-        score_one(path, candidate, run_directory(path), args)
+        out = scores.scores_directory(path, args.out, is_reference=False)
+        score_one(path, open_checkpoint(path, args.device, args.dtype), out, args)
     for name in args.hf:
+        out = scores.scores_directory(name, args.out, is_reference=True)
         candidate = open_reference(name, args.device, args.dtype, args.trust_remote_code)
-        score_one(name, candidate, Path("out") / Path(name).name, args)
+        score_one(name, candidate, out, args)
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -253,15 +256,16 @@ def command_probe(args):
     """Print what each depth knows and what each block is for; write the JSON file and the figure
     into the run."""
     from machinery.probe import draw_probe, print_probe, probe
-    model, state = load_model(args.checkpoint, args.device)
-    run = run_directory(args.checkpoint)
-    tokenizer = load_tokenizer(run / "tokenizer.json")
-    data_dir = find_data(args.checkpoint, args.data or state["data"], vocab_size(tokenizer))
+    out = scores.scores_directory(args.checkpoint, args.out, is_reference=False)
+    model, state = load_finite(args.checkpoint, args.device)
+    tokenizer, _ = run_tokenizer(args.checkpoint, state)
+    data_dir = find_data(args.checkpoint, args.data or state["data"], vocabulary_sha256(tokenizer))
     seed = state.get("config", {}).get("seed", 1)
     result = probe(model, tokenizer, data_dir, args.positions, seed)
-    facts = {"checkpoint": str(args.checkpoint), "step": state["step"], "data": str(data_dir)}
-    path = run / f"probe-{state['step']:08d}.json"
-    write_whole(path, json.dumps(facts | result).encode())
+    facts = {"checkpoint": str(args.checkpoint), "step": state["step"], "data": str(data_dir),
+             "data_sha256": data_fingerprint(read_meta(data_dir)),
+             "weights_sha256": hash_tensors(sorted(model.state_dict().items()))}
+    path = scores.write(out / f"probe-{state['step']:08d}.json", facts | result)
     draw_probe(result, path.with_suffix(".png"))
     print_probe(result)
     print(f"written to {path} and {path.with_suffix('.png')}")
@@ -285,7 +289,5 @@ def main():
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except (ValueError, OSError) as error:
-        sys.exit(f"evaluate.py: {error}")
+    with one_line("evaluate.py", "--dtype=bfloat16 needs half, a smaller --batch_tokens less"):
+        main()

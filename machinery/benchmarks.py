@@ -4,6 +4,7 @@ results as plain values and as a table. For evaluate.py."""
 import contextlib
 import functools
 import logging
+import math
 import os
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from machinery.errors import explained
 from machinery.files import sha256
 from machinery.harness import HarnessLM
 
@@ -77,13 +79,11 @@ def load_tasks(names, num_fewshot=None, data_dir=None, include_path=None):
     manager = find_tasks(names, include_path)
     loaded = {"tasks": {}, "groups": {}, "group_map": {}}
     for name in names:
-        try:
+        with explained(f"{name}: its data set cannot be loaded",
+                       "give --data_dir=DIR with a copy of it in DIR/ORG/NAME", FileNotFoundError,
+                       place="set HF_HOME=DIR to a place that you can write to"):
             with contextlib.chdir(data_dir or "."):
                 found = manager.load([name])
-        except (OSError, KeyError, ValueError, ImportError) as error:
-            reason = " ".join(str(error).split())[:160]
-            raise FileNotFoundError(f"{name}: its data set cannot be loaded ({reason}); give "
-                                    "--data_dir=DIR with a copy of it in DIR/ORG/NAME") from None
         for kind, members in found.items():
             loaded[kind] |= members
     for name, task in loaded["tasks"].items():
@@ -119,15 +119,39 @@ def right_answer(task, sample):
     return response if task.OUTPUT_TYPE == "loglikelihood_rolling" else response[0]
 
 
+def evaluate(lm, loaded, limit):
+    from lm_eval import evaluator
+    lm.audit.clear()
+    return evaluator.evaluate(lm, loaded, limit=limit, bootstrap_iters=BOOTSTRAP_ITERS)
+
+
+def bound_aggregations(task):
+    """Let a task's metrics be infinite where they overflow; they lose their bootstrap."""
+    def bound(aggregate):
+        def bounded(items):
+            try:
+                return aggregate(items)
+            except OverflowError:
+                return math.inf
+        return bounded
+
+    aggregations = task.aggregation()
+    for metric, aggregate in aggregations.items():
+        aggregations[metric] = bound(aggregate)
+
+
 def run_tasks(lm, loaded, limit=None):
     """Run loaded tasks; return ({task: entry}, {group that is in no other: {metrics, tasks}}) of
     plain values; an entry is describe_task's."""
-    from lm_eval.evaluator import evaluate
     # Else the harness forks this process, model and all, for a bootstrap.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
-    lm.audit.clear()
     with contextlib.redirect_stdout(sys.stderr), quiet_bars():
-        results = evaluate(lm, loaded, limit=limit, bootstrap_iters=BOOTSTRAP_ITERS)
+        try:
+            results = evaluate(lm, loaded, limit)
+        except OverflowError:  # exp of more than 709 nats a word; the requests are scored by now
+            for task in loaded["tasks"].values():
+                bound_aggregations(task)
+            results = evaluate(lm, loaded, limit)
     tasks = {}
     for name, task in loaded["tasks"].items():
         tasks[name] = describe_task(name, task, results, lm.audit[name])
@@ -151,6 +175,8 @@ def describe_task(name, task, results, audit):
     (document, context, continuation)), tokens_sha256 (the same over ids), and docs: {doc_id,
     responses, loglikelihood (of the right answer), each metric}, lists over documents."""
     every = results["samples"][name]
+    if not every:
+        raise ValueError(f"{name}: no document was scored; its evaluation split is empty")
     samples = [sample for sample in every if sample["filter"] == every[0]["filter"]]
     docs = {"doc_id": [sample["doc_id"] for sample in samples],
             "responses": [sample["filtered_resps"] for sample in samples],

@@ -67,8 +67,8 @@ def print_codes(config, codes, say):
     recoding = ""
     if config.input == "gf2":
         recoding = f"; A of seed {config.code_seed}, b {config.code_offset}"
-    say(f"  each id is {config.n_bits} fixed numbers, {config.lift}d "
-        f"{config.n_embd // config.n_bits} times; no trainable input value; values "
+    say(f"  each id is {config.n_code} fixed numbers, {config.lift}d "
+        f"{config.n_embd // config.n_code} times; no trainable input value; values "
         f"{config.code_values}, scale {codes.scale:.6g}, mean squared norm {norm:.6g} (a learned "
         f"row at the start: {INIT_STD**2 * config.n_embd:.6g}){recoding}")
 

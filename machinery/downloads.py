@@ -12,7 +12,8 @@ import time
 from pathlib import Path
 from urllib.parse import quote, unquote, urlsplit
 
-from machinery.files import first_line, sha256_of
+from machinery.errors import first_line
+from machinery.files import NO_PLACE, sha256_of
 
 DOWNLOAD_TRIES = 6  # tries in a row without a new byte
 DOWNLOAD_TIMEOUT = (10, 30)  # seconds to connect, and of silence
@@ -50,6 +51,8 @@ def fetch(name, downloads, keep, in_part=False):
             return hub.HfFileSystem().open(name_there, block_size=1 << 20)
         return hub.hf_hub_download(**where, local_dir=None if keep else downloads)
     except Exception as error:  # the hub's, httpx's and the system's: the network's or the user's
+        if getattr(error, "errno", None) in NO_PLACE:  # in HF_HOME, the hub's cache
+            raise
         raise ValueError(f"{name}: cannot be fetched: {first_line(error)}") from None
 
 

@@ -11,7 +11,9 @@ import numpy as np
 import torch
 
 from codes import binary_codes, recode
-from machinery.checkpoints import load_model, save_checkpoint
+from machinery.candidates import load_finite, run_tokenizer
+from machinery.checkpoints import save_checkpoint
+from machinery.errors import explained
 from machinery.files import sha256, write_whole
 from machinery.runs import run_directory
 from machinery.tokenizer import Utf16, load_tokenizer
@@ -27,11 +29,12 @@ A Llama-style decoder language model: {step:,} updates, input interface `{input}
 ABOUT_LEARNED = "Its input table is trained."
 ABOUT_FIXED = (
     "Its input table is fixed, not trained. Row t of `model.embed_tokens.weight` is the "
-    "{n_bits}-number `{input}` code of\nthe id t, {lift}d {n_tile} times. `nanobit` in config.json "
+    "{n_code}-number `{input}` code of\nthe id t, {lift}d {n_tile} times. `nanobit` in config.json "
     "holds what it is made of. Keep it frozen in further training.")
 
 # Of ModelConfig: what an input table is made of.
-TABLE_FIELDS = ("input", "code_seed", "code_offset", "code_values", "code_scale", "lift")
+TABLE_FIELDS = ("input", "code_seed", "code_offset", "code_values", "code_scale", "code_width",
+                "lift")
 
 
 @torch.no_grad()
@@ -54,8 +57,8 @@ def describe_table(config, table):
             made_of[name] = getattr(table, name).tolist()
     if not isinstance(table, FixedCodes):
         return made_of, ABOUT_LEARNED
-    n_tile = config.n_embd // config.n_bits
-    return made_of, ABOUT_FIXED.format(n_bits=config.n_bits, n_tile=n_tile, **made_of)
+    n_tile = config.n_embd // config.n_code
+    return made_of, ABOUT_FIXED.format(n_code=config.n_code, n_tile=n_tile, **made_of)
 
 
 def llama_configs(config, bos, eos, dtype, nanobit):
@@ -82,15 +85,15 @@ def export_checkpoint(path, out, dtype="float32"):
     """Write a checkpoint as a Hugging Face Llama folder. Raises FileExistsError if out is there
     already, ValueError for a checkpoint that is no Llama."""
     from safetensors.torch import save_file
-    if Path(out).exists():
+    out = Path(out)
+    if out.exists():
         raise FileExistsError(f"{out} exists; name a directory that does not")
-    model, state = load_model(path)
+    model, state = load_finite(path)
     config, table = model.config, model.model.embed_tokens
     if config.ffn != "swiglu":
         raise ValueError(f"{path}: ffn={config.ffn} is no Llama's; only swiglu models can be "
                          "exported")
-    tokenizer_path = run_directory(path) / "tokenizer.json"
-    tokenizer = load_tokenizer(tokenizer_path)
+    tokenizer, _ = run_tokenizer(path, state)
     if isinstance(tokenizer, Utf16):
         raise ValueError(f"{path}: its ids are UTF-16 code units, for which there is no Hugging "
                          "Face tokenizer")
@@ -105,17 +108,18 @@ def export_checkpoint(path, out, dtype="float32"):
     bos_id = state.get("bos_id", eos_id)
     files = llama_configs(config, (bos_id, tokenizer.id_to_token(bos_id)),
                           (eos_id, tokenizer.id_to_token(eos_id)), dtype, nanobit)
-    tokenizer_json = tokenizer_path.read_bytes()
+    tokenizer_json = (run_directory(path) / "tokenizer.json").read_bytes()
     if adds_tokens(tokenizer) and not state.get("template"):
         # What the model was not trained with, its users must not get.
         tokenizer_json = json.dumps(json.loads(tokenizer_json) | {"post_processor": None}).encode()
-    aside = Path(f"{out}.tmp")
+    aside = out.with_name(f"{out.name}.tmp")
     aside.mkdir(parents=True, exist_ok=True)
     save_file(weights, aside / "model.safetensors", metadata={"format": "pt"})
     for name, content in files.items():
-        (aside / f"{name}.json").write_text(json.dumps(content, indent=1))
+        (aside / f"{name}.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
     (aside / "tokenizer.json").write_bytes(tokenizer_json)
-    (aside / "README.md").write_text(CARD.format(name=Path(out).name, about=about, **nanobit))
+    card = CARD.format(name=out.name, about=about, **nanobit)
+    (aside / "README.md").write_text(card, encoding="utf-8")
     aside.rename(out)
     print(f"written to {out}")
 
@@ -123,7 +127,7 @@ def export_checkpoint(path, out, dtype="float32"):
 def read_llama_config(folder):
     """Return (ModelConfig, config.json) of a Hugging Face Llama folder. Raises ValueError for one
     the decoder does not cover."""
-    hf = json.loads((Path(folder) / "config.json").read_text())
+    hf = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
     rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     expected = {"model_type": "llama", "hidden_act": "silu", "mlp_bias": False,
                 "attention_bias": False, "rope_type": "default",
@@ -133,10 +137,10 @@ def read_llama_config(folder):
     wrong = [f"{key} {found[key]} (expected {value})" for key, value in expected.items()
              if found[key] != value]
     if wrong:
-        raise ValueError(f"{folder}/config.json: {', '.join(wrong)}")
+        raise ValueError(f"config.json: {', '.join(wrong)}")
     ends = hf.get("bos_token_id"), hf.get("eos_token_id")
     if ends == (None, None) or any(isinstance(end, list) for end in ends):
-        raise ValueError(f"{folder}/config.json: bos_token_id {ends[0]}, eos_token_id {ends[1]}; "
+        raise ValueError(f"config.json: bos_token_id {ends[0]}, eos_token_id {ends[1]}; "
                          "expected an id each, or one of the two")
     nanobit = hf.get("nanobit", {"input": "learned"})
     config = ModelConfig(
@@ -157,7 +161,7 @@ def read_weights(folder, config):
         weights |= load_file(file)
     table = weights.pop("model.embed_tokens.weight", None)
     if table is None:
-        raise FileNotFoundError(f"{folder}: no *.safetensors with model.embed_tokens.weight here")
+        raise ValueError("no *.safetensors with model.embed_tokens.weight here")
     weights = {name: w.float() for name, w in weights.items()}
     weights.setdefault("lm_head.weight", table.float())  # a tied model has none
     C, n_head = config.n_embd, config.n_head
@@ -173,7 +177,7 @@ def make_input(config, nanobit, table):
     own = build_input(config)
     if config.input in ("learned", "lowdim"):
         interleaved = config.input == "lowdim" and config.lift != "tile"
-        every = config.n_embd // config.n_bits if interleaved else 1
+        every = config.n_embd // config.n_code if interleaved else 1
         own.weight.data.copy_(table[:, ::every][:, :own.weight.size(1)])
     elif "matrix" in nanobit:
         matrix, offset = (np.array(nanobit[name], np.uint8) for name in ("matrix", "offset"))
@@ -189,9 +193,10 @@ def import_folder(folder, out):
     A model of ours keeps its interface; any other Llama becomes a learned one. Raises ValueError
     for an input matrix that is not the code that config.json claims.
     """
-    config, hf = read_llama_config(folder)
+    with explained(str(folder), "expected the folder of a Hugging Face Llama"):
+        config, hf = read_llama_config(folder)
+        table, weights = read_weights(folder, config)
     nanobit = hf.get("nanobit", {})
-    table, weights = read_weights(folder, config)
     own = make_input(config, nanobit, table)
     made = input_matrix(own, config.vocab_size, weights["lm_head.weight"]).to(table.dtype)
     if not torch.equal(made, table):

@@ -49,8 +49,8 @@ def window_losses(model, windows):
     for part in windows.to(model.lm_head.weight.device).tensor_split(n_batches):
         logits = model(part[:, :-1])[0].float()
         loss = F.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten(), reduction="none")
-        losses.append(loss.view(len(part), -1).double().mean(1))
-    return torch.cat(losses).cpu().numpy()
+        losses.append(loss.view(len(part), -1).cpu().double().mean(1))
+    return torch.cat(losses).numpy()
 
 
 def read_streams(model, windows):
@@ -170,10 +170,10 @@ def draw_probe(result, path):
                          "axes.grid": True, "grid.alpha": 0.3, "axes.axisbelow": True})
     figure, (left, right) = plt.subplots(1, 2, figsize=(8.3, 4), layout="constrained")
     for (name, chance), marker in zip(result["chance"].items(), "osD^v<>"):
-        above, before = ([(depth[name] - chance) / (1 - chance) for depth in result[rows]]
-                         for rows in ("depths", "untrained"))
+        above = [(depth[name] - chance) / (1 - chance) for depth in result["depths"]]
         line, = left.plot(above, marker=marker, label=name)
-        left.plot(before, color=line.get_color(), linestyle=":", linewidth=1)
+        above = [(depth[name] - chance) / (1 - chance) for depth in result["untrained"]]
+        left.plot(above, color=line.get_color(), linestyle=":", linewidth=1)
     left.set(xlabel="depth (blocks passed; 0 is the input)", ylim=(-0.25, 1.05),
              ylabel="linear readout (0: chance, 1: perfect; dotted: untrained)")
     blocks = np.arange(1, len(result["skipped"]) + 1)

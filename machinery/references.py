@@ -9,11 +9,12 @@ import sys
 import numpy as np
 import torch
 
+from machinery.candidates import Candidate, vocabulary_sha256
 from machinery.checkpoints import hash_tensors
 from machinery.errors import explained
 from machinery.files import sha256
 from machinery.packing import Group, make_groups
-from machinery.scorer import MAX_LENGTH, Candidate, Scorer, vocabulary_sha256
+from machinery.scorer import MAX_LENGTH, Scorer
 
 # What architectures call the most positions they take; Mamba and Bloom have no such limit.
 CONTEXT_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
@@ -60,7 +61,7 @@ def open_reference(name, device, dtype, trust_remote_code=False):
         facts={"name": str(name), "step": None,
                "weights_sha256": hash_tensors(sorted(model.state_dict().items())),
                "tokenizer_sha256": tokenizer_sha256(tokenizer),
-               "vocabulary_sha256": vocabulary_sha256(tokenizer.get_vocab())})
+               "vocabulary_sha256": vocabulary_sha256(tokenizer)})
     notes = ["it runs code that came with it (--trust_remote_code)"] if trust_remote_code else []
     candidate.shares = obeys_masks(candidate, model, device, dtype)
     if not candidate.shares:

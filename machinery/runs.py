@@ -19,6 +19,8 @@ FREE_ON_RESUME = {
     "log_every", "eval_every", "eval_windows", "save_every", "keep", "keep_every", "profile",
     "tensorboard", "preset", "data", "out", "max_targets", "resume", "dry_run",
     "targets_per_second"}
+# Fields that the earliest runs do not record, and what they were trained with.
+ADDED = {"code_width": 0, "input_std": 0.02}
 NOT_RECORDED = {"steps", "accumulation", "preset_reason", "sweep"}  # follow from the others
 
 
@@ -52,6 +54,7 @@ def code_fingerprint():
 
 def check_resumable(there, here):
     """Raise ValueError, listing the fields, if a run's configuration is another experiment."""
+    there = ADDED | there
     differing = [f"{key} {there.get(key)} -> {here[key]}" for key in here
                  if key not in FREE_ON_RESUME and there.get(key) != here[key]]
     if differing:

@@ -8,11 +8,9 @@ subject. Short rows are packed: there is little padding (machinery/packing.py).
 """
 
 import hashlib
-import json
+import math
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable
 
 import numpy as np
 import torch
@@ -20,7 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from machinery.files import sha256
+from machinery.errors import is_out_of_memory
 from machinery.packing import count_tokens, cut_request, lay_out, make_groups, plan_batches
 
 MAX_LENGTH = 2048   # the paper's, for every model: a longer context would give a reference longer
@@ -28,33 +26,17 @@ MAX_LENGTH = 2048   # the paper's, for every model: a longer context would give 
 SOFTMAX_ROWS = 128  # logits in float32 at a time, which stay in a CPU's cache
 
 
-@dataclass
-class Candidate:
-    """A model that can be scored.
-
-    forward(idx (B, T), positions=None, mask=None, cache=None, select=(rows, columns)) -> logits
-    (n, V), as Decoder.forward; encode(texts, special) -> lists of ids, where special lets the
-    tokenizer add what it adds to a text (a Llama's BOS); generate(prompt ids, max_new_tokens,
-    temperature, top_k, generator=None) -> the ids that follow, one by one.
-    """
-    forward: Callable
-    new_cache: Callable
-    encode: Callable
-    decode: Callable
-    generate: Callable
-    prefix_id: int      # stands for an empty context
-    prefix_reason: str
-    n_ids: int          # ids that the tokenizer knows; a head may have more rows
-    context: int        # the most positions the model takes
-    facts: dict         # what it is: name, step, hashes
-    note: str = ""      # what to know about its scores
-    shares: bool = True  # it obeys a tree's mask and positions, and continues from keys and values
-
-
-def vocabulary_sha256(vocabulary):
-    """Return the sha256 of {token: id}: two tokenizers of one have the same ids for the same text
-    pieces, whatever else their files say."""
-    return sha256(json.dumps(sorted(vocabulary.items())).encode())
+def agree(facts):
+    """Raise ValueError, with the values, unless all processes have the same facts {name: value}."""
+    if not dist.is_initialized():
+        return
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, facts)
+    for name, value in everyone[0].items():
+        values = [theirs[name] for theirs in everyone]
+        if values != [value] * len(values):
+            raise ValueError(f"the processes differ in {name}: "
+                             + ", ".join(map(str, values)) + "; give all of them the same")
 
 
 class Scorer:
@@ -143,7 +125,7 @@ class Scorer:
                 if shared is not prefix:
                     prefix, cache = shared, self.run_prefix(shared)
                 found = self.score_rows(rows, cache)
-            except RuntimeError as error:
+            except (RuntimeError, MemoryError) as error:
                 if len(rows) == 1 or not is_out_of_memory(error):
                     raise
                 self.batch_tokens //= 2
@@ -211,16 +193,17 @@ class Scorer:
         targets = np.concatenate([targets for _, targets, _ in layout.scored]).astype(np.int64)
         nats, greedy = log_likelihoods(logits, self.tensor(index), self.tensor(targets))
         starts = np.cumsum([0, *(len(targets) for _, targets, _ in layout.scored[:-1])])
-        sums = np.add.reduceat(nats.double().cpu().numpy(), starts).tolist()
+        # On the CPU in float64, which an Apple GPU has not.
+        sums = np.add.reduceat(nats.cpu().double().numpy(), starts).tolist()
+        for nats in sums:
+            if not math.isfinite(nats):
+                raise ValueError(f"{self.candidate.facts['name']}: a log-likelihood is {nats}: its "
+                                 "weights or what it makes of this input are not finite")
         greedy = np.logical_and.reduceat(greedy.cpu().numpy(), starts).tolist()
         return {key: scored for (key, _, _), scored in zip(layout.scored, zip(sums, greedy))}
 
     def tensor(self, array):
         return torch.from_numpy(array).to(self.device)
-
-
-def is_out_of_memory(error):
-    return isinstance(error, torch.OutOfMemoryError) or "not enough memory" in str(error)
 
 
 def halve(batches):

@@ -62,7 +62,11 @@ FLAGS = {
                     "row's norm at the start"),
         lift=(str, ModelConfig.lift, "how K numbers fill the width: tile or interleave"),
         table_free=(bool, ModelConfig.table_free,
-                    "binary, gf2: compute the codes from the ids, keep no codebook")),
+                    "binary, gf2: compute the codes from the ids, keep no codebook"),
+        code_width=(int, ModelConfig.code_width, "binary, random, sinusoid, lowdim: numbers an id; "
+                    "0 for ceil(log2 V)"),
+        input_std=(float, ModelConfig.input_std,
+                   "learned, lowdim: standard deviation of the table at the start")),
     "recipe": dict(
         tokens_per_step=(integer, None, "targets of one update"),
         max_targets=(integer, None, "stop at the update that reaches these"),

@@ -147,9 +147,12 @@ def read_notes(data_dir):
     path = Path(data_dir) / NOTES
     if not path.exists():
         return
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        if line.endswith("\n"):
-            yield json.loads(line)
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            number, entry = json.loads(line)
+        except ValueError:
+            continue  # of a run that was killed: the shard will be made again
+        yield number, entry
 
 
 def how_to_make(data_dir):
@@ -177,6 +180,8 @@ def read_meta(data_dir):
     try:
         meta = json.loads(text)
         found = meta["format"]
+        if found == FORMAT and not {"sources", "shards", "tokenizer"} <= set(meta):
+            found = "unreadable"
     except (ValueError, KeyError, TypeError):
         found = "unreadable"
     if found != FORMAT:

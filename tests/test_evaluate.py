@@ -14,6 +14,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,11 +30,14 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 import evaluate
-from machinery import benchmarks, huggingface, packing, references
+from machinery import benchmarks, huggingface, packing, references, scores
+from machinery.candidates import Candidate
 from machinery.checkpoints import load_model
+from machinery.errors import one_line
 from machinery.harness import HarnessLM
-from machinery.scorer import Candidate, Scorer
-from machinery.shards import open_shards
+from machinery.runs import data_fingerprint
+from machinery.scorer import Scorer
+from machinery.shards import open_shards, read_meta
 from machinery.tokenizer import UTF16_JSON, load_tokenizer, train_tokenizer
 from model import Decoder, ModelConfig
 
@@ -145,6 +149,10 @@ def direct(candidate, context, continuation, T=T):
     logp = F.log_softmax(logits, -1)
     targets = torch.tensor(list(continuation))
     return logp[torch.arange(n), targets].sum().item(), bool((logits.argmax(-1) == targets).all())
+
+
+def read_json(path):
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def arrays(pairs):
@@ -321,13 +329,23 @@ def test_many_nested_prefixes_need_no_recursion():
     assert groups[-1][2] == len(rows)
 
 
-@pytest.mark.parametrize("row", (10, T))
-def test_memory_trouble_halves_the_batch(binary, capsys, row, monkeypatch):
+OUT_OF_MEMORY = (
+    torch.OutOfMemoryError("CUDA out of memory"), MemoryError(),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate "
+                 "memory: you tried to allocate 99 bytes. Error code 12 (Cannot allocate memory)"),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:84] . DefaultCPUAllocator: not enough memory"),
+    RuntimeError("MPS backend out of memory (MPS allocated: 9 GB)"))
+
+
+@pytest.mark.parametrize("row, error", [(10, OUT_OF_MEMORY[0]),
+                                        *((T, error) for error in OUT_OF_MEMORY)])
+def test_memory_trouble_halves_the_batch(binary, capsys, row, error, monkeypatch):
+    """In the words of CUDA, numpy, Linux, Windows and macOS, and MPS."""
     monkeypatch.setattr(packing, "ROW", row)
 
     def forward(idx, cache=None, **options):
         if idx.numel() > 100:
-            raise torch.OutOfMemoryError("CUDA out of memory")
+            raise error
         return binary.forward(idx, cache=cache, **options)
 
     def breaks(*_, **__):
@@ -491,9 +509,16 @@ def test_audit_is_over_the_multiset(binary):
 
 
 @functools.cache
+def load_shared(name):
+    return benchmarks.load_tasks([name], None, EVAL / "data")
+
+
 def shared_tasks(name, shots):
-    """Return load_tasks of the benchmarks in ../shared, once for each."""
-    return benchmarks.load_tasks([name], shots, EVAL / "data")
+    """Return load_tasks of a benchmark in ../shared, of which each is loaded once."""
+    loaded = load_shared(name)
+    for task in loaded["tasks"].values():
+        task.set_config("num_fewshot", shots)
+    return loaded
 
 
 @needs_shared
@@ -732,7 +757,7 @@ def test_score_writes_and_prints_the_protocol(make_run, tasks_dir, monkeypatch, 
     tail = ("--limit=2", f"--include_path={tasks_dir}", "--device=cpu")
     call(monkeypatch, "score", directory, "--tasks=own_choice,own_page", "--dtype=bfloat16", *tail)
     out = capsys.readouterr().out
-    path = directory / "own_choice+own_page_limit2-00000009.json"
+    path = directory / "own_choice+own_page_limit2_bfloat16-00000009.json"
     result = json.loads(path.read_text(encoding="utf-8"))
     protocol = result["protocol"]
     assert set(protocol) >= {
@@ -873,6 +898,256 @@ def test_mistakes_are_one_line(make_run, monkeypatch, capsys, tmp_path, argument
     assert code == 1 or message.startswith("evaluate.py")
 
 
+def main_ends_in_one_line(monkeypatch, capsys, *words):
+    """Run evaluate.py as its own program does; return (exit code, the line)."""
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", *map(str, words)])
+    with pytest.raises(SystemExit) as end, one_line("evaluate.py", ""):
+        evaluate.main()
+    code, line = end.value.code, capsys.readouterr().err.strip()
+    if isinstance(code, str):
+        code, line = 1, code
+    assert len(line.splitlines()) == 1 and "Traceback" not in line
+    return code, line
+
+
+def write_task(folder, rest):
+    (folder / "odd.yaml").write_text(f"task: odd\noutput_type: multiple_choice\n{rest}",
+                                     encoding="utf-8")
+
+
+CHOICE = """
+test_split: test
+doc_to_text: q
+doc_to_choice: [a, b]
+doc_to_target: 0
+"""
+
+
+def script_data_set(folder):
+    (folder / "set").mkdir()
+    (folder / "set" / "set.py").write_text("import datasets\n", encoding="utf-8")
+    write_task(folder, f"dataset_path: {folder}/set/set.py{CHOICE}")
+
+
+def write_data(folder, text, split="test", choice=CHOICE):
+    (folder / "docs.jsonl").write_text(text, encoding="utf-8")
+    files = f"{{data_files: {{{split}: {folder}/docs.jsonl}}}}"
+    write_task(folder, f"dataset_path: json\ndataset_kwargs: {files}{choice}")
+
+
+def damaged_data(folder):
+    write_data(folder, '{"q": "x"}\n{"q"')
+
+
+def no_such_split(folder):
+    write_data(folder, '{"q": "x"}\n', split="train")
+
+
+def no_field(folder):
+    write_data(folder, '{"question": "x"}\n',
+               choice=CHOICE.replace("doc_to_text: q", "doc_to_text: '{{q.a}}'"))
+
+
+@pytest.mark.parametrize("make, said", [
+    (script_data_set, "odd: its data set cannot be loaded"),
+    (damaged_data, "odd: its data set cannot be loaded"),
+    (no_such_split, "odd: "), (no_field, "odd: ")])
+def test_whatever_a_task_is_it_ends_in_one_line(make_run, tmp_path, monkeypatch, capsys, make,
+                                                said):
+    make(tmp_path)
+    code, line = main_ends_in_one_line(
+        monkeypatch, capsys, "score", make_run("binary"), "--tasks=odd",
+        f"--include_path={tmp_path}", "--device=cpu")
+    assert code == 1 and said in line, line
+
+
+def no_config(folder):
+    (folder / "config.json").unlink()
+
+
+def empty_config(folder):
+    (folder / "config.json").write_text("{}", encoding="utf-8")
+
+
+def config_is_no_json(folder):
+    (folder / "config.json").write_text("<html>", encoding="utf-8")
+
+
+def cut_weights(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:1000])
+
+
+def other_heads(folder):
+    path = folder / "config.json"
+    changed = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 9}
+    path.write_text(json.dumps(read_json(path) | changed | {"intermediate_size": 50}),
+                    encoding="utf-8")
+
+
+def no_tokenizer(folder):
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer_config.json").unlink()
+
+
+@pytest.mark.parametrize("spoil_folder", (no_config, empty_config, config_is_no_json, cut_weights,
+                                          other_heads, no_tokenizer))
+@pytest.mark.parametrize("command", ("import", "score"))
+def test_whatever_a_folder_is_it_ends_in_one_line(make_run, tmp_path, monkeypatch, capsys,
+                                                  transformers, spoil_folder, command):
+    folder, out = tmp_path / "hf", tmp_path / "run"
+    huggingface.export_checkpoint(make_run("learned"), folder)
+    spoil_folder(folder)
+    capsys.readouterr()
+    words = {"import": ["import", folder, out],
+             "score": ["score", f"--hf={folder}", "--data=x", f"--out={tmp_path}/scores"]}
+    code, line = main_ends_in_one_line(monkeypatch, capsys, *words[command])
+    assert code == 1 and str(folder) in line, line
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("error, code, said", [
+    (KeyboardInterrupt(), 130, "interrupted"), (MemoryError(), 1, "not enough memory"),
+    (OUT_OF_MEMORY[2], 1, "not enough memory"), (OSError(28, "No space left", "x"), 1, "No space"),
+    (ValueError("two\nlines"), 1, "two lines")])
+def test_what_ends_the_program_is_one_line(monkeypatch, capsys, error, code, said):
+    def fail(*_):
+        raise error
+    monkeypatch.setitem(evaluate.COMMANDS, "sample", fail)
+    got, line = main_ends_in_one_line(monkeypatch, capsys, "sample", "x", "--device=cpu")
+    assert got == code and line.startswith("evaluate.py: ") and said in line
+
+
+def test_our_own_mistakes_keep_their_traceback(monkeypatch):
+    def fail(*_):
+        raise RuntimeError("shape")
+    monkeypatch.setitem(evaluate.COMMANDS, "sample", fail)
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", "sample", "x", "--device=cpu"])
+    with pytest.raises(RuntimeError), one_line("evaluate.py", ""):
+        evaluate.main()
+
+
+def test_a_place_that_is_not_ours_is_told_as_such(make_run, tasks_dir, monkeypatch, capsys):
+    """Not as a data set that is missing."""
+    from lm_eval.tasks import TaskManager
+    place = PermissionError(13, "Permission denied", "/nobody/cache")
+
+    def load(self, names):
+        raise RuntimeError("cannot be cached") from place
+
+    monkeypatch.setattr(TaskManager, "load", load)
+    code, line = main_ends_in_one_line(
+        monkeypatch, capsys, "score", make_run("binary"), "--tasks=own_choice", "--device=cpu",
+        f"--include_path={tasks_dir}")
+    assert code == 1 and "Permission denied (/nobody/cache); set HF_HOME=DIR" in line
+    assert "--data_dir" not in line
+
+
+def test_a_run_that_cannot_be_written_is_scored_elsewhere(own_run, prepared, tmp_path, monkeypatch,
+                                                          capsys):
+    """It is known before the work, and --out has another place."""
+    whole = tempfile.TemporaryFile
+
+    def read_only(dir):
+        if Path(dir) == own_run:
+            raise OSError(30, "Read-only file system", str(dir))
+        return whole(dir=dir)
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", read_only)
+    before = sorted(own_run.iterdir())
+    for command in ("score", "probe"):
+        code, line = main_ends_in_one_line(monkeypatch, capsys, command, own_run, "--device=cpu")
+        assert code == 1 and "Read-only file system; give --out=DIR" in line
+    call(monkeypatch, "score", own_run, "--device=cpu", f"--out={tmp_path}/scores")
+    assert (tmp_path / "scores" / "own" / "heldout-00000007.json").exists()
+    assert sorted(own_run.iterdir()) == before
+    file = tmp_path / "file"
+    file.touch()
+    code, line = main_ends_in_one_line(monkeypatch, capsys, "score", own_run, f"--out={file}")
+    assert code == 1 and "give --out=DIR" in line
+
+
+def test_a_long_list_of_tasks_has_a_short_name(own_tasks, binary):
+    names = [f"a_task_of_forty_two_letters_or_thereabouts_{i}" for i in range(8)]
+    args = SimpleNamespace(suite=None, num_fewshot=None, limit=3, dtype="float32", max_length=None)
+    found = set()
+    for order in (names, names[:7], ["a", "b"]):
+        args.tasks = ",".join(order)
+        found.add(scores.scores_name(args, {"step": 9}))
+    assert len(found) == 3 and max(map(len, found)) < 150
+    assert "a+b_limit3-00000009.json" in found
+
+
+def test_paths_are_taken_as_the_shell_would(make_run, tmp_path, monkeypatch, capsys):
+    """A ~ that the shell left, and a slash at the end."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    shutil.copytree(make_run("learned"), tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    call(monkeypatch, "export", "~/run/", "hf/")
+    call(monkeypatch, "import", "~/hf/", "~/again/")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["again", "hf", "run"]
+
+
+def test_a_console_of_ascii_and_a_notebook_s_back_end(make_run, prepared, tmp_path, monkeypatch):
+    console = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", console)
+    with one_line("evaluate.py", ""):
+        call(monkeypatch, "sample", make_run("learned"), "--prompt", "naïve 日本", "--device=cpu",
+             "--max_new_tokens=5")
+    console.flush()
+    assert console.buffer.getvalue().startswith(b"na?ve ??")
+    directory = Path(shutil.copytree(make_run("learned", vocab_size=320), tmp_path / "日本"))
+    code, out, error = run("probe", directory, f"--data={prepared}", "--device=cpu",
+                           PYTHONIOENCODING="ascii",
+                           MPLBACKEND="module://matplotlib_inline.backend_inline")
+    assert code == 0 and (directory / "probe-00000007.png").exists(), error
+
+
+def test_processes_that_were_told_different_things_stop(make_run, monkeypatch):
+    """The same command is not the same where a shell expands it for each process."""
+    theirs = {}
+
+    def gather(out, own):
+        out[:] = [own, {**own, **theirs}]
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name, value in (("init_process_group", lambda _: None), ("is_initialized", lambda: True),
+                        ("get_world_size", lambda: 2), ("all_gather_object", gather)):
+        monkeypatch.setattr(torch.distributed, name, value)
+    for name, value, said in (("limit", 1, "limit: 2, 1; give all"),
+                              ("data_dir", "a", "data_dir: None, a; give all"),
+                              ("the weights", "w", "the weights: .*, w; give all")):
+        theirs.clear()
+        theirs[name] = value
+        with pytest.raises(ValueError, match=f"the processes differ in {said}"):
+            call(monkeypatch, "score", make_run("binary"), "--tasks=piqa", "--limit=2",
+                 "--device=cpu")
+
+
+def test_code_that_comes_with_a_model_is_run_only_if_told(make_reference, tmp_path, transformers,
+                                                          monkeypatch, capsys):
+    folder = Path(shutil.copytree(make_reference("llama"), tmp_path / "own_model"))
+    (folder / "own.py").write_text("""
+from transformers import LlamaConfig, LlamaForCausalLM
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+""", encoding="utf-8")
+    changed = {"model_type": "own", "architectures": ["OwnForCausalLM"], "auto_map": {
+        "AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}}
+    config = folder / "config.json"
+    config.write_text(json.dumps(read_json(config) | changed), encoding="utf-8")
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "m"))
+    with pytest.raises(ValueError, match="needs --trust_remote_code"):
+        open_reference(folder)
+    candidate = open_reference(folder, trust_remote_code=True)
+    assert "it runs code that came with it" in candidate.note
+    assert "it runs code that came with it" in capsys.readouterr().err
+    pairs = random_pairs(3)[:9]
+    assert_close(score(candidate, pairs), score(open_reference(make_reference("llama")), pairs))
+
+
 def test_utf16_ids(make_run, tmp_path, monkeypatch, capsys):
     """A run on UTF-16 code units samples; no tokenizer of Hugging Face's has these ids, so it has
     no export."""
@@ -891,8 +1166,24 @@ def test_reference_without_transformers(monkeypatch):
         references.open_reference("x", "cpu", "float32")
 
 
+@pytest.mark.parametrize("command", ("score", "sample", "probe", "export"))
+def test_a_tokenizer_that_is_not_the_run_s_is_refused(make_run, prepared, tmp_path, monkeypatch,
+                                                      command):
+    """It is known by its sha256, which the checkpoint has; another of as many ids would do."""
+    run = Path(shutil.copytree(make_run("learned", vocab_size=320), tmp_path / "run"))
+    path, tokenizer = run / "step-00000007.pt", run / "tokenizer.json"
+    facts = {"tokenizer_sha256": hashlib.sha256(tokenizer.read_bytes()).hexdigest()}
+    torch.save(torch.load(path, weights_only=True) | facts, path)
+    tokenizer.write_text(json.dumps(read_json(tokenizer), indent=7), encoding="utf-8")
+    words = {"score": ["score", run, f"--data={prepared}"], "sample": ["sample", run],
+             "probe": ["probe", run, f"--data={prepared}"],
+             "export": ["export", run, tmp_path / "hf"]}
+    with pytest.raises(ValueError, match="tokenizer.json: its sha256 is not the check"):
+        call(monkeypatch, *words[command])
+
+
 def test_tokenizer_larger_than_the_model_is_refused(make_run):
-    with pytest.raises(ValueError, match="320 ids, but the model"):
+    with pytest.raises(ValueError, match="320 ids, but the model 300"):
         open_run(make_run("learned", vocab_size=300))
 
 
@@ -942,6 +1233,142 @@ def test_heldout_from_the_command_line(make_run, prepared, monkeypatch, capsys):
     assert "bits/byte" in capsys.readouterr().out
     result = json.loads((directory / "heldout-00000007.json").read_text(encoding="utf-8"))
     assert result["loss"] > 0
+
+
+def heldout(monkeypatch, directory, data, *flags):
+    """Score held-out documents; return the names of the run's scores files."""
+    call(monkeypatch, "score", directory, f"--data={data}", "--device=cpu", *flags)
+    return sorted(path.name for path in directory.glob("heldout-*.json"))
+
+
+@pytest.fixture
+def own_run(make_run, prepared, tmp_path):
+    """A run that says that it was trained on `prepared`."""
+    run = Path(shutil.copytree(make_run("learned", vocab_size=320), tmp_path / "own"))
+    path = run / "step-00000007.pt"
+    state = torch.load(path, weights_only=True)
+    fingerprint = data_fingerprint(read_meta(prepared))
+    torch.save(state | {"data": str(prepared), "config": {"data_fingerprint": fingerprint}}, path)
+    return run
+
+
+def test_unlike_scores_never_share_a_file(own_run, prepared, tmp_path, monkeypatch, capsys):
+    """Named by data, dtype and length where they are not the run's own; each says what it is of."""
+    plain = heldout(monkeypatch, own_run, prepared)
+    assert plain == ["heldout-00000007.json"]
+    first = (own_run / plain[0]).read_bytes()
+    assert len(heldout(monkeypatch, own_run, prepared, "--dtype=bfloat16")) == 2
+    assert (own_run / "heldout-00000007-bfloat16.json").exists()
+    assert len(heldout(monkeypatch, own_run, prepared, "--max_length=32")) == 3
+    assert (own_run / "heldout-00000007-T32.json").exists()
+    other = Path(shutil.copytree(prepared, tmp_path / "other"))
+    meta = read_json(other / "meta.json")
+    meta["shards"][0]["train"]["bin_sha256"] = "another"
+    (other / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
+    names = heldout(monkeypatch, own_run, other)
+    assert len(names) == 4 and heldout(monkeypatch, own_run, other) == names  # the like of it
+    assert (own_run / plain[0]).read_bytes() == first
+    said = [read_json(own_run / name) for name in names]
+    facts = [(each["data_sha256"], each["dtype"], each["max_length"]) for each in said]
+    assert len(set(facts)) == 4
+    assert len({each["weights_sha256"] for each in said}) == 2  # float32 and bfloat16
+    capsys.readouterr()
+
+
+def test_scores_of_two_models_with_one_name_get_two_files(make_run, prepared, tmp_path,
+                                                          monkeypatch, capsys):
+    for parent, input in (("a", "learned"), ("b", "binary")):
+        shutil.copytree(make_run(input, vocab_size=320), tmp_path / parent / "model")
+    runs = tmp_path / "a" / "model", tmp_path / "b" / "model"
+    for _ in range(2):
+        call(monkeypatch, "score", *runs, f"--data={prepared}", "--device=cpu",
+             f"--out={tmp_path}/scores")
+        files = list((tmp_path / "scores" / "model").glob("heldout-*.json"))
+        assert len(files) == 2
+    assert {read_json(file)["checkpoint"] for file in files} == set(map(str, runs))
+    for run in runs:
+        assert not list(run.glob("heldout*"))
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize("command", ("score", "probe", "score --hf"))
+def test_data_of_another_tokenizer_are_refused(make_run, prepared, tmp_path, monkeypatch, command,
+                                               transformers):
+    """Also of as many ids: what is compared is which id stands for which text."""
+    other = Path(shutil.copytree(prepared, tmp_path / "other"))
+    tokenizer = read_json(other / "tokenizer.json")
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    text = json.dumps(tokenizer)
+    (other / "tokenizer.json").write_text(text, encoding="utf-8")
+    meta = read_json(other / "meta.json")
+    run = make_run("learned", vocab_size=320)
+    words = [*command.split(), run, f"--data={other}", "--device=cpu"]
+    if command == "score --hf":
+        huggingface.export_checkpoint(run, tmp_path / "hf")
+        words = ["score", f"--hf={tmp_path}/hf", f"--data={other}", "--device=cpu"]
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="sha256 is not the one in meta.json"):
+        call(monkeypatch, *words)
+    meta["tokenizer"]["sha256"] = hashlib.sha256(text.encode()).hexdigest()
+    (other / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
+    with pytest.raises(ValueError, match="another tokenizer"):
+        call(monkeypatch, *words)
+    if command == "score --hf":
+        call(monkeypatch, *words[:2], f"--data={prepared}", "--device=cpu")
+        assert (tmp_path / "out" / "hf" / "heldout.json").exists()
+
+
+def spoil(run, value):
+    """Put a value into one place of the head of a run's checkpoint."""
+    path = next(run.glob("step-*.pt"))
+    state = torch.load(path, weights_only=True)
+    state["model"]["lm_head.weight"][3, 5] = value
+    torch.save(state, path)
+
+
+@pytest.mark.parametrize("command", (
+    ["score", "RUN", "--data=DATA"], ["score", "RUN", "--tasks=own_choice", "--include_path=TASKS"],
+    ["probe", "RUN", "--data=DATA"], ["sample", "RUN"], ["export", "RUN", "OUT"]))
+@pytest.mark.parametrize("value", (math.nan, math.inf))
+def test_weights_that_are_not_finite_stop(make_run, prepared, tasks_dir, tmp_path, monkeypatch,
+                                          command, value):
+    run = Path(shutil.copytree(make_run("learned", vocab_size=320), tmp_path / "run"))
+    spoil(run, value)
+    places = {"RUN": run, "DATA": prepared, "TASKS": tasks_dir, "OUT": tmp_path / "hf"}
+    words = []
+    for word in command:
+        for name, place in places.items():
+            word = word.replace(name, str(place))
+        words.append(word)
+    with pytest.raises(ValueError, match="lm_head.weight .* not finite"):
+        call(monkeypatch, *words)
+    assert not list(run.glob("*.json.tmp")) and not list(run.glob("heldout*"))
+    assert not (tmp_path / "hf").exists()
+
+
+@pytest.mark.parametrize("value", (math.nan, math.inf))
+def test_a_score_that_is_not_finite_stops(value):
+    def forward(idx, select=None, **_):
+        logits = torch.zeros(len(select[0]), 256)
+        logits[:, 7] = value
+        return logits
+    with pytest.raises(ValueError, match="stub: a log-likelihood is nan"):
+        score(stub(forward), arrays([([1], [7])]))
+
+
+def test_an_extreme_score_loses_nothing_else(own_tasks, tmp_path):
+    """exp() of 710 nats a word overflows; the other tasks and metrics are kept."""
+    def forward(idx, select=None, **_):
+        return torch.nn.functional.one_hot(torch.zeros_like(select[0]), 256).float() * 3000
+    tasks, _ = benchmarks.run_tasks(harness_lm(stub(forward, context=64, encode=lambda texts, _: [
+        [ord(c) % 255 + 1 for c in text] for text in texts])), own_tasks("own_page", "own_choice"))
+    assert tasks["own_page"]["metrics"]["word_perplexity"] == math.inf
+    assert tasks["own_page"]["metrics"]["bits_per_byte"] > 1000
+    assert "acc_stderr" in tasks["own_choice"]["metrics"]
+    scores_file = tmp_path / "scores.json"
+    scores.write(scores_file, {"tasks": tasks})
+    assert read_json(scores_file)["tasks"]["own_page"]["metrics"]["word_perplexity"] is None
 
 
 # --- sampling
@@ -1001,10 +1428,6 @@ def test_positions_mask_and_select_change_nothing_by_themselves(make_run):
 # --- Hugging Face
 
 FIXED_INPUTS = ("binary", "gf2", "random", "sinusoid")
-
-
-def read_json(path):
-    return json.loads(path.read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("input, fields", [

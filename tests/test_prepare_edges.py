@@ -26,7 +26,7 @@ from preparing import (
 )
 
 import prepare
-from machinery import files, sources, workers
+from machinery import errors, files, sources, workers
 
 # What ends a command
 
@@ -82,6 +82,18 @@ def meta_is_garbled(folder):
     (folder / "out/meta.json").write_text("{")
 
 
+def meta_lacks_most(folder):
+    parquet(folder / "a.parquet", ["a"])
+    (folder / "out").mkdir()
+    (folder / "out/meta.json").write_text('{"format": 1}')
+
+
+def meta_lacks_some(folder):
+    meta_lacks_most(folder)
+    (folder / "out/meta.json").write_text(
+        '{"format": 1, "sources": ["a"], "shards": [null], "tokenizer": {"name": "x"}}')
+
+
 def meta_is_a_folder(folder):
     parquet(folder / "a.parquet", ["a"])
     (folder / "out/meta.json").mkdir(parents=True)
@@ -104,6 +116,8 @@ def bad_tokenizer(folder):
     (a_folder, ["no such file"]),
     (out_is_a_file, ["out"]),
     (meta_is_garbled, ["out/meta.json", "unreadable"]),
+    (meta_lacks_most, ["out/meta.json", "unreadable"]),
+    (meta_lacks_some, ["prepared differently", "choose another --out"]),
     (meta_is_a_folder, ["out/meta.json"]),
     (bad_tokenizer, ["tokenizer.json: not a tokenizer.json"])])
 def test_each_cause_ends_in_one_line(cause, parts, tmp_path, flags):
@@ -132,7 +146,7 @@ def test_a_failed_read_is_not_damage(error, part, tmp_path, monkeypatch, prep):
         patch.setitem(sources.READERS, ".parquet", failing)
         with pytest.raises((OSError, MemoryError)) as told:
             prep(out="other")
-        line = files.explain(told.value)
+        line = errors.explain(told.value)
         assert part in line and "a.parquet" in line and "replace" not in line and "\n" not in line
     with monkeypatch.context() as patch:
         patch.setattr("machinery.shards.Shard.verify", lambda shard: fail(error))
@@ -150,13 +164,25 @@ def fail(error):
 
 # Names
 
-def test_a_tilde_is_the_home(tmp_path, tokenizer_path):
+def test_a_tilde_is_the_home(tmp_path, tokenizer_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
     parquet(tmp_path / "a.parquet", ["a"])
     (tmp_path / "t.json").write_bytes(Path(tokenizer_path).read_bytes())
-    result = command("--source=~/*.parquet", "--tokenizer=~/t.json", "--out=~/made/a",
-                     HOME=str(tmp_path))
-    assert result.returncode == 0 and (tmp_path / "made/a/meta.json").exists(), result.stderr
-    assert command("--check=~/made/a", HOME=str(tmp_path)).returncode == 0
+    assert not end_of("--source=~/*.parquet", "--tokenizer=~/t.json", "--out=~/made/a")
+    assert (tmp_path / "made/a/meta.json").exists()
+    assert not end_of("--check=~/made/a")
+    assert not end_of("--join", "~/made/a", "--out=~/made/b")
+
+
+def test_a_tokenizer_is_known_by_its_sha256(tmp_path, tokenizer_path, prep):
+    parquet(tmp_path / "a.parquet", texts_of(9))
+    before = contents(prep())
+    data = Path(tokenizer_path).read_bytes()
+    (tmp_path / "same.json").write_bytes(data)
+    assert contents(prep(tokenizer=tmp_path / "same.json")) == before
+    (tmp_path / "other.json").write_bytes(data + b" ")
+    with pytest.raises(ValueError, match="tokenizer sha256"):
+        prep(tokenizer=tmp_path / "other.json")
 
 
 @pytest.mark.parametrize("source, out", [
@@ -300,8 +326,8 @@ def test_a_stopped_run_knows_what_is_done(n_done, tmp_path, monkeypatch, prep):
         prep()
     done = [bool(entry) for entry in entries(tmp_path / "out")]
     assert done == [number < n_done for number in range(5)]
-    with open(tmp_path / "out/shards.jsonl", "a") as file:
-        file.write('[4, {"source": "cut off')
+    with open(tmp_path / "out/shards.jsonl", "ab") as file:
+        file.write(b'\xff garbled\n[4, {"source": "cut off')
     made = (tmp_path / "out/train/00000.bin").stat().st_mtime_ns
     path.write_bytes(good)
     assert contents(prep()) == clean
