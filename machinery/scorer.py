@@ -115,7 +115,7 @@ class Scorer:
     def run(self, todo):
         """Score {key: (row, targets)}, int32 as bytes, into self.finished; each process a part."""
         groups = make_groups(todo, self.share)[self.part::self.parts]
-        batches = plan_batches(groups, self.batch_tokens, self.share)
+        batches = plan_batches(groups, self.batch_tokens, self.share, self.candidate.places)
         bar = tqdm(total=sum(map(count_tokens, groups)), unit=" tokens", unit_scale=True,
                    disable=self.part > 0 or None)
         prefix, cache = None, None

@@ -1267,6 +1267,7 @@ def test_unlike_scores_never_share_a_file(own_run, prepared, tmp_path, monkeypat
     (other / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
     names = heldout(monkeypatch, own_run, other)
     assert len(names) == 4 and heldout(monkeypatch, own_run, other) == names  # the like of it
+    assert sum("-data" in name for name in names) == 1
     assert (own_run / plain[0]).read_bytes() == first
     said = [read_json(own_run / name) for name in names]
     facts = [(each["data_sha256"], each["dtype"], each["max_length"]) for each in said]
@@ -1613,7 +1614,8 @@ ARCHITECTURES = {
     "gpt_neo": ("GPTNeo", {"attention_types": [[["global", "local"], 1]], "num_layers": 2,
                            "num_heads": 4}, True),
     "a short window": ("Mistral", {"sliding_window": 8}, False),
-    "windows in some layers": ("Gemma3Text", {"sliding_window": 8, "query_pre_attn_scalar": 8,
+    "a longer window": ("Mistral", {"sliding_window": 40}, False),
+    "windows in some layers": ("Gemma3Text", {"sliding_window": 40, "query_pre_attn_scalar": 8,
                                               "layer_types": ["sliding_attention",
                                                               "full_attention"]}, False),
     "a state": ("Mamba", {"state_size": 4}, False),
@@ -1664,7 +1666,8 @@ def test_references_score_as_their_plain_pass(make_reference, transformers, name
         return model(idx).logits[select]
 
     plain = dataclasses.replace(stub(None), forward=forward)
-    pairs = random_pairs(8)[:-3]
+    context = np.random.default_rng(9).integers(0, 320, 55).tolist()  # longer than any window here
+    pairs = random_pairs(8)[:-3] + arrays([(context, [i, 7, i]) for i in range(5)])
     expected = [direct(plain, a.tolist(), b.tolist()) for a, b in pairs]
     assert len({round(nats, 2) for nats, _ in expected}) > 20  # the model tells inputs apart
     candidate = open_reference(folder)
@@ -1698,10 +1701,10 @@ def test_a_model_that_makes_all_logits_is_read_at_the_right_places(make_referenc
     assert_close(score(open_reference(folder), pairs, share=False), expected)
 
 
-def test_generation_of_references_sees_its_whole_prompt(make_reference):
+def test_generation_of_references_sees_its_whole_prompt(llama_with_bos):
     """Its bos too, which generate() would take for padding."""
-    candidate = open_reference(make_reference("llama"))
-    for prompt in ([0, 5, 9, 12], [7, 0, 0, 3]):
+    candidate = open_reference(llama_with_bos)
+    for prompt in ([320, 5, 9, 12], [7, 320, 320, 3]):
         assert list(candidate.generate(prompt, 5, 0.0, None)) == greedy_ids(candidate, prompt, 5)
     drawn = []
     for seed in (1, 1, 2):
@@ -1746,7 +1749,11 @@ def llama_with_bos(tokenizer_file, tmp_path_factory):
     config = transformers.LlamaConfig(**{**HF_SIZES, "vocab_size": 322, "head_dim": None,
                                          "bos_token_id": 320, "eos_token_id": 321})
     torch.manual_seed(0)
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    model = transformers.LlamaForCausalLM(config)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(6 if p.dim() == 2 else 1)
+    model.save_pretrained(folder)
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({
         "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}),
