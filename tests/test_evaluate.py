@@ -372,11 +372,14 @@ def test_interrupted_evaluation_continues(binary, tmp_path):
     pairs = random_pairs(5)
     with pytest.raises(KeyboardInterrupt):
         score(dataclasses.replace(binary, forward=dies), pairs, batch_tokens=64, cache=cache)
-    with open(tmp_path / "finished.0", "a") as file:
-        file.write("0123456789abcdef0123")  # a torn line
+    with open(tmp_path / "finished.0", "ab") as file:
+        for line in (b"a" * 32 + b" nan 1", b"b" * 32 + b" \xff 1", b"c" * 32 + b" -1.2.3.4 0",
+                     b"d" * 32 + b" -1e-07 1", b"0123456789abcdef0123"):  # the last one torn
+            file.write(line + b"\n")
     again, whole = [], []
     scorer = Scorer(watch(binary, again), batch_tokens=64, cache=cache)
-    assert len(scorer.finished) > 5
+    assert len(scorer.finished) > 5 and scorer.finished["d" * 32] == (-1e-7, True)
+    assert not {letter * 32 for letter in "abc"} & scorer.finished.keys()
     assert_close(scorer.score(pairs), score(binary, pairs))
     score(watch(binary, whole), pairs, batch_tokens=64)
     assert len(again) < len(whole)
