@@ -223,11 +223,16 @@ def min_distance(values, limit):
     return float(min(distances[:, 1].min(), limit))  # column 0 is the row itself
 
 
-# --- The fixed interfaces: (V, seed, offset) -> {"codebook": integers [V, K], what else to store}
+# --- The fixed interfaces: (V, seed, offset) -> {"codebook": integers [V, K], what else to store};
+# those that can be of more than ceil(log2 V) numbers take code_width too
 
-def fixed_binary(vocab_size, code_seed, code_offset):
-    """The id's own bits (the paper)."""
-    return {"codebook": binary_codes(vocab_size)}
+def fixed_binary(vocab_size, code_seed, code_offset, code_width=0):
+    """The id's own bits (the paper); up to code_width, if that is more, tosses of code_seed."""
+    bits = binary_codes(vocab_size)
+    check_seed(code_seed)
+    more = max(0, code_width - bits.shape[1])
+    tosses = np.random.RandomState(code_seed).randint(0, 2, (vocab_size, more))
+    return {"codebook": np.hstack((bits, tosses.astype(np.uint8)))}
 
 
 def fixed_gf2(vocab_size, code_seed, code_offset):
@@ -237,16 +242,16 @@ def fixed_gf2(vocab_size, code_seed, code_offset):
     return {"codebook": codebook, "matrix": matrix, "offset": offset}
 
 
-def fixed_random(vocab_size, code_seed, code_offset):
+def fixed_random(vocab_size, code_seed, code_offset, code_width=0):
     """K standard normal numbers: as many dimensions as the bits, without their structure."""
     check_seed(code_seed)
-    stream = np.random.RandomState(code_seed)
-    return {"codebook": to_fixed_point(stream.standard_normal((vocab_size, min_bits(vocab_size))))}
+    shape = vocab_size, code_width or min_bits(vocab_size)
+    return {"codebook": to_fixed_point(np.random.RandomState(code_seed).standard_normal(shape))}
 
 
-def fixed_sinusoid(vocab_size, code_seed, code_offset):
+def fixed_sinusoid(vocab_size, code_seed, code_offset, code_width=0):
     """Sines and cosines of the id at frequencies V^(-2i/K), i = 0..K/2-1 (arXiv 1706.03762)."""
-    K = min_bits(vocab_size)
+    K = code_width or min_bits(vocab_size)
     frequencies = float(vocab_size) ** (-2 * np.arange((K + 1) // 2) / K)
     angles = np.arange(vocab_size)[:, None] * frequencies
     return {"codebook": to_fixed_point(np.hstack((np.sin(angles), np.cos(angles)))[:, :K])}
@@ -257,26 +262,63 @@ FIXED = dict(binary=fixed_binary, gf2=fixed_gf2, random=fixed_random, sinusoid=f
 
 # --- Checks
 
+def check_codebook(name, made, vocab_size, width):
+    """Return what an interface of FIXED returned; raise ValueError unless it can be an input.
+
+    It can be with a codebook [vocab_size, width] of uint8 bits, or of int32 from to_fixed_point, in
+    which no two ids are alike, and with nothing but NumPy arrays beside it.
+    """
+    expected = f"expected {{'codebook': integers [{vocab_size}, {width}]}}"
+    if not isinstance(made, dict):
+        kind = "an array" if isinstance(made, np.ndarray) else f"a {type(made).__name__}"
+        raise ValueError(f"input={name}: its function returned {kind}: {expected}")
+    if "codebook" not in made:
+        raise ValueError(f"input={name}: its function returned the keys {', '.join(made)}: "
+                         "expected codebook among them")
+    for key, array in made.items():
+        if not isinstance(array, np.ndarray):
+            raise ValueError(f"input={name}: its {key} is a {type(array).__name__}: expected a "
+                             "NumPy array")
+    codes = made["codebook"]
+    found = f"input={name}: its codebook is {codes.dtype} {list(codes.shape)}"
+    if codes.dtype not in (np.uint8, np.int32):
+        raise ValueError(f"{found}: expected uint8 for bits, or int32 as to_fixed_point returns")
+    if codes.shape != (vocab_size, width):
+        raise ValueError(f"{found}: expected [{vocab_size}, {width}]")
+    if codes.dtype == np.uint8 and codes.max() > 1:
+        raise ValueError(f"input={name}: its codebook has bits other than 0 and 1, such as "
+                         f"{codes.max()}")
+    _, first, code = np.unique(codes, axis=0, return_index=True, return_inverse=True)
+    twins = np.flatnonzero(first[code.ravel()] != np.arange(vocab_size))
+    if twins.size:
+        raise ValueError(f"{found} and ids {first[code.ravel()[twins[0]]]} and {twins[0]} have one "
+                         f"code ({twins.size} such ids): a model could not tell them apart")
+    return made
+
+
 def code_report(codes):
     """Return the facts of a codebook uint8 [V, K] that the paper reports, as plain Python values.
 
     Keys: vocab_size, n_bits, injective (bool), zero_ids (whose code is all zero: their input vector
     is 0), weight_histogram (ids by Hamming weight 0..K), weight_mean, weight_variance, bit_counts
-    (ids in which bit j is set), distance_histogram (pairs of ids by Hamming distance 0..K).
+    (ids in which bit j is set), distance_histogram (pairs of ids by Hamming distance 0..K; not of
+    codes longer than an id needs).
     """
     V, K = codes.shape
     weights = codes.sum(1, dtype=np.int64)
-    return {
+    facts = {
         "vocab_size": V,
         "n_bits": K,
-        "injective": len(np.unique(codes_to_ids(codes))) == V,
+        "injective": len(np.unique(codes, axis=0)) == V,
         "zero_ids": np.flatnonzero(weights == 0).tolist(),
         "weight_histogram": np.bincount(weights, minlength=K + 1).tolist(),
         "weight_mean": weights.mean().item(),
         "weight_variance": weights.var().item(),
         "bit_counts": codes.sum(0, dtype=np.int64).tolist(),
-        "distance_histogram": distance_histogram(codes),
     }
+    if 1 << K <= MAX_VOCAB_SIZE:
+        facts["distance_histogram"] = distance_histogram(codes)
+    return facts
 
 
 def distance_histogram(codes):

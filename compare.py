@@ -27,14 +27,16 @@ documents and prompts, and runs that differ in more than input and seed.
 
 import argparse
 import difflib
-import json
 import math
+import os
 import sys
 from pathlib import Path
 
 import numpy as np
 
+from machinery.errors import one_line
 from machinery.figures import draw_runs
+from machinery.results import LABELS, list_rows, read_json, read_run, read_scores
 from machinery.runs import FREE_ON_RESUME
 from machinery.statistics import LEVEL, holm, mcnemar, paired_subsets, student_interval
 from machinery.tables import ACCURACIES, describe_runs, describe_scores, to_json
@@ -62,60 +64,19 @@ PUBLISHED = {
     "SmolLM2-135M": {"hellaswag": {"acc_norm": 43.02}},
     "SmolLM2-360M": {"hellaswag": {"acc_norm": 56.28}},
 }
-# The fields of config.json that describe an input beside its name, as a label says them, and what
-# goes without saying.
-LABELS = {"code_seed": ("code {}", None), "code_offset": ("offset {}", "0"),
-          "code_values": ("{}", "01"), "code_scale": ("scale {}", "1"), "lift": ("{}", "tile"),
-          "table_free": ("table-free", "False")}
 # What may differ between runs: their input and seed, and where and how they ran, as on a resume,
 # but for what changes the curves. All other fields are the experiment.
 FREE = {"input", "seed", *LABELS, "initial_body_sha256", "parameters", "code_report",
         *FREE_ON_RESUME} - {"max_targets", "eval_windows"}
 
 
-def read_json(path):
-    """Return what a JSON file, or each line of a .jsonl file, holds; ValueError if not JSON."""
-    path = Path(path)
-    try:
-        text = path.read_text()
-        if path.suffix == ".json":
-            return json.loads(text)
-        return [json.loads(line) for line in text.splitlines()]
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path}: not JSON ({error})") from None
-
-
 # --- Scores
-
-def read_scores(path):
-    """Return a scores file as a dict, with its name. Raises ValueError if it is not one."""
-    scores = read_json(path)
-    keys = {"model", "protocol", "tasks", "groups"}
-    if not isinstance(scores, dict) or not keys <= set(scores):
-        raise ValueError(f"{path}: not a scores file; expected what evaluate.py score "
-                         "--suite=paper writes")
-    return scores | {"name": scores["model"]["name"], "path": str(path)}
-
 
 def name_models(files):
     """Return a short, distinct name for each file: the model's, or the path where two share one."""
-    names = [Path(scores["name"]).name.removesuffix(".pt") for scores in files]
+    names = [scores["name"] for scores in files]
     paths = [scores["path"].removesuffix(".json") for scores in files]
     return [name if names.count(name) == 1 else path for name, path in zip(names, paths)]
-
-
-def list_rows(scores):
-    """Return {name: (its tasks' names, its metrics)}: each task in no group, and each group."""
-    grouped = set()
-    for group in scores["groups"].values():
-        grouped.update(group["tasks"])
-    rows = {}
-    for name, task in scores["tasks"].items():
-        if name not in grouped:
-            rows[name] = [name], task["metrics"]
-    for name, group in scores["groups"].items():
-        rows[name] = group["tasks"], group["metrics"]
-    return rows
 
 
 def list_remarks(first, other):
@@ -161,11 +122,13 @@ def read_values(scores, tasks, metric):
     for task in tasks:
         docs = scores["tasks"][task]["docs"]
         for doc_id, value in zip(docs["doc_id"], docs.get(metric, ())):
-            if value is not None and metric == "bits_per_byte":
-                nats, n_bytes = value
-                values[task, doc_id] = -nats / math.log(2), n_bytes
-            elif value is not None:
-                values[task, doc_id] = value, 1
+            if value is None and metric == "loglikelihood":
+                continue  # of a right answer that this document does not have
+            value, weight = value if metric == "bits_per_byte" else (value, 1)
+            value = math.nan if value is None else value  # in JSON null is what is not finite
+            if metric == "bits_per_byte":
+                value = -value / math.log(2)
+            values[task, doc_id] = value, weight
     return values
 
 
@@ -270,45 +233,6 @@ def compare_scores(paths, published=(), resamples=10_000):
 
 # --- Runs
 
-def label(config):
-    """Return the name of a run's input: binary, gf2 code 7 (its code_seed), binary pm1 ..."""
-    words = [config["input"]]
-    for field, (text, silent) in LABELS.items():
-        said = field != "code_seed" or config["input"] in ("gf2", "random")
-        if said and str(config.get(field, silent)) != str(silent):
-            words.append(text.format(config[field]))
-    return " ".join(words)
-
-
-def read_run(path):
-    """Return a finished and scored run directory as a dict.
-
-    Keys: path, label, config, curve (targets -> loss on the fixed validation windows), heldout (its
-    held-out score), documents (float64 [n, 2]: targets and nats), targets_per_second (the median).
-    Raises FileNotFoundError for a file that is not there, ValueError for a run that is not finished
-    and scored.
-    """
-    path = Path(path)
-    if not (path / "config.json").exists():
-        raise FileNotFoundError(f"{path}: no config.json; name run directories that train.py wrote")
-    config, rows = read_json(path / "config.json"), read_json(path / "log.jsonl")
-    scores = sorted(path.glob("heldout-*.json"))
-    heldout = read_json(scores[-1]) if scores else {"step": 0}
-    done = max((row["targets"] for row in rows), default=0)
-    scored = heldout["step"] * config["tokens_per_step"]
-    if done < config["max_targets"] or scored != done:
-        raise ValueError(f"{path}: {done:,} of {config['max_targets']:,} targets trained, "
-                         f"{scored:,} at its held-out score; finish it with train.py --resume, "
-                         f"and score it with python evaluate.py score {path}")
-    documents = np.array([[d["targets"], d["nats"]] for d in heldout["documents"]], float)
-    if not np.isfinite([heldout["loss"], heldout["bits_per_byte"], *documents.sum(1)]).all():
-        raise ValueError(f"{path}: its held-out score is not finite; leave this run out")
-    speeds = [row["targets_per_second"] for row in rows if "loss" in row]
-    return {"path": str(path), "label": label(config), "config": config, "heldout": heldout,
-            "curve": {row["targets"]: row["val_loss"] for row in rows if "val_loss" in row},
-            "documents": documents, "targets_per_second": np.median(speeds).item()}
-
-
 def check_comparable(runs, by):
     """Raise ValueError, naming the fields, unless runs differ in input, seed and `by` only."""
     first, starts = runs[0], {}
@@ -361,12 +285,13 @@ def summarize(seeds, base, resamples):
     curves = [set(run["curve"]) for run in [*runs, *base.values()]]
     points = sorted(set.intersection(*curves))
     config = pairs[0][0]["config"]
+    speeds = [run["targets_per_second"] for run in runs]
     group = {"seeds": list(seeds), "runs": [run["path"] for run in runs],
              "losses": losses, "differences": differences,
              "bits_per_byte": np.mean([run["heldout"]["bits_per_byte"] for run in runs]).item(),
              "document_interval": paired_subsets(nats, weights, resamples)[:2],
              "curve_targets": points, "curve_losses": [], "curve_differences": [],
-             "targets_per_second": np.mean([run["targets_per_second"] for run in runs]).item(),
+             "targets_per_second": np.mean(speeds).item() if None not in speeds else None,
              "parameters": config.get("parameters"), "code_report": config.get("code_report"),
              "loss": loss, "loss_interval": loss_interval,
              "difference": difference, "seed_interval": seed_interval}
@@ -432,6 +357,13 @@ def parse_args():
     flag("--out", default="out/comparison",
          help="runs: directory to write to (default: %(default)s)")
     args = parser.parse_args()
+    args.paths, args.out = [os.path.expanduser(path) for path in args.paths], Path(args.out)
+    args.out = args.out.expanduser()
+    of_scores = [path for path in args.paths if path.endswith(".json")]
+    if of_scores and len(of_scores) < len(args.paths):
+        run = next(path for path in args.paths if path not in of_scores)
+        parser.error(f"{of_scores[0]} holds scores, {run} does not: compare runs with runs and "
+                     "scores with scores")
     args.published = [name for name in args.published.split(",") if name]
     unknown = [name for name in args.published if name not in PUBLISHED]
     if unknown:
@@ -452,8 +384,8 @@ def write_comparison(result, out):
     """Write comparison.json, comparison.md and the figures of compare_runs' result."""
     out.mkdir(parents=True, exist_ok=True)
     figures = "".join(f"\n![{name}]({name}.png)\n" for name in draw_runs(result, out))
-    (out / "comparison.json").write_text(to_json(result))
-    (out / "comparison.md").write_text(describe_runs(result, True) + figures)
+    (out / "comparison.json").write_text(to_json(result), encoding="utf-8")
+    (out / "comparison.md").write_text(describe_runs(result, True) + figures, encoding="utf-8")
     print(f"written to {out}", file=sys.stderr)
 
 
@@ -465,17 +397,17 @@ def main():
         result = compare_scores(args.paths, args.published, args.resamples)
     else:
         describe = describe_runs
+        if args.out.exists() and not args.out.is_dir():
+            raise ValueError(f"--out={args.out}: a file is there; name another directory")
         result = compare_runs(args.paths, args.baseline, args.by, args.resamples)
     if args.format == "json":
         print(to_json(result))
     else:
         print(describe(result, args.format == "markdown"))
     if not of_scores:
-        write_comparison(result, Path(args.out))
+        write_comparison(result, args.out)
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except (ValueError, OSError) as error:
-        sys.exit(f"compare.py: {error}")
+    with one_line("compare.py", "compare fewer files at a time"):
+        main()

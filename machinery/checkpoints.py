@@ -3,6 +3,8 @@
 Used by train.py and evaluate.py.
 """
 
+import contextlib
+import errno
 import hashlib
 import os
 import pickle
@@ -14,14 +16,14 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict as full_state
 
 from machinery.costs import count_parameters
-from machinery.files import first_line
+from machinery.errors import first_line, is_out_of_memory
+from machinery.files import sync
 from machinery.processes import in_first
 from machinery.runs import check_resumable, claim_run, list_checkpoints
 from model import Decoder, FixedCodes, ModelConfig
 
 SHA256_MARK = b"sha256:"  # and the digest of all before it end a file; torch.load does not mind
 DIGEST_SIZE = len(SHA256_MARK) + 32
-NO_MEMORY = ("can't allocate memory", "not enough memory")  # torch's words: Linux, others
 
 
 def hash_tensors(named):
@@ -57,8 +59,12 @@ def read_checkpoint(path):
         return torch.load(path, map_location="cpu", weights_only=True)
     except MemoryError:
         raise OSError(f"{path}: cannot be read: not enough memory") from None
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        raise ValueError(damaged(path, "it is cut short")) from None  # a seek before its start
     except (RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError) as error:
-        if whole or any(words in str(error) for words in NO_MEMORY):
+        if whole or is_out_of_memory(error):
             raise OSError(f"{path}: cannot be read: {first_line(error)}") from None
         raise ValueError(damaged(path, first_line(error))) from None
 
@@ -123,10 +129,14 @@ def open_run(args, experiment, say):
         return log, None
     state = read_newest(files, say)
     if state:
+        if "optimizer" not in state:
+            raise ValueError(f"{files[0]}: not a checkpoint of a training run; give another --out")
         check_resumable(state["config"], experiment)
         if state["step"] > args.steps:
+            done = state["step"] * args.tokens_per_step
             raise ValueError(f"--max_targets={args.max_targets} is {args.steps:,} updates, but "
-                             f"{out} has done {state['step']:,}; give more, or another --out")
+                             f"{out} has done {state['step']:,}; give --max_targets={done} or "
+                             "more, or another --out")
     else:
         say(f"no checkpoint in {out}: starting from the first update")
     for unfinished in out.glob("step-*.tmp"):  # of a save that was killed
@@ -197,6 +207,16 @@ def save_run(args, step, model, optimizer, facts):
     return in_first(write, otherwise=False)
 
 
+def sync_directory(path):
+    """Wait until the names in a directory are on the disk, where the system can tell."""
+    with contextlib.suppress(OSError):  # Windows opens no directory, some file systems sync none
+        directory = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+
+
 def save_checkpoint(out, step, keep, keep_every=0, **state):
     """Write out/step-STEP.pt aside, fsync, rename; then delete older ones but the newest `keep` and
     multiples of keep_every.
@@ -212,15 +232,12 @@ def save_checkpoint(out, step, keep, keep_every=0, **state):
             file.write(SHA256_MARK)
             file.seek(0)
             file.write(hashlib.file_digest(file, "sha256").digest())
-            file.flush()
-            os.fsync(file.fileno())
+            sync(file)
         aside.replace(path)
     except (OSError, RuntimeError):
         aside.unlink(missing_ok=True)
         raise
-    directory = os.open(out, os.O_RDONLY)
-    os.fsync(directory)  # the new name is on the disk before an old one goes
-    os.close(directory)
+    sync_directory(out)  # the new name is on the disk before an old one goes
     # Newer ones are damaged: they must not crowd out a good one.
     done = [old for old in list_checkpoints(out) if old <= path]
     for old in done[keep:]:

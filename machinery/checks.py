@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from machinery.files import changed_since, explain, is_refusal, sha256_of
-from machinery.shards import SPLITS, Shard, meta_time, open_shards, read_meta
+from machinery.errors import explain, is_refusal
+from machinery.files import changed_since, sha256_of
+from machinery.shards import REPAIR, SPLITS, Shard, meta_time, open_shards, read_meta
 
 BLOCK_SIZES = (256, 512, 1024, 2048, 4096)  # of the summary
 
@@ -37,8 +38,8 @@ def resume(data_dir, asked, is_same_source, workers):
         done["sources"] = asked["sources"]
         done["shards"] += [None] * len(more)
     there, now = identity(done), identity(asked)
-    differing = [f"{key}: {there[key]!s:.200} there, {now[key]!s:.200} now" for key in now
-                 if there[key] != now[key]]
+    differing = [f"{key}: {there.get(key)!s:.200} there, {now[key]!s:.200} now" for key in now
+                 if there.get(key) != now[key]]
     if differing:
         raise ValueError(f"{data_dir} was prepared differently; {'; '.join(differing)}; choose "
                          "another --out")
@@ -60,11 +61,15 @@ def learns(tokenizer):
 
 
 def identity(meta):
-    """Return what must be equal for two runs to be one preparation, by names for an error."""
-    fields = {key: meta[key] for key in ("sources", "columns", "max_documents")}
+    """Return what must be equal for two runs to be one preparation, by names for an error.
+
+    Of a tokenizer not its name: that may be a path, and the sha256 tells.
+    """
+    fields = {key: meta.get(key) for key in ("sources", "columns", "max_documents")}
     for group in ("tokenizer", "split"):
-        for key, value in meta[group].items():
+        for key, value in meta.get(group, {}).items():
             fields[f"{group} {key}"] = value
+    fields.pop("tokenizer name", None)
     return fields
 
 
@@ -102,8 +107,11 @@ def check(data_dir, workers, stats):
         if not entry:
             damage[number] = ValueError(f"no shard of {meta['sources'][number]} yet")
     lines = [f"shard {number:05d}: {explain(error)}" for number, error in sorted(damage.items())]
-    if sha256_of(Path(data_dir) / "tokenizer.json") != meta["tokenizer"]["sha256"]:
-        lines.append(f"{data_dir}/tokenizer.json: its sha256 is not the one in meta.json")
+    tokenizer = Path(data_dir) / "tokenizer.json"
+    if not tokenizer.exists():
+        lines.append(f"{tokenizer}: missing; {REPAIR}")
+    elif sha256_of(tokenizer) != meta["tokenizer"]["sha256"]:
+        lines.append(f"{tokenizer}: its sha256 is not the one in meta.json; {REPAIR}")
     if lines:
         sys.exit("\n".join(f"prepare.py: {line}" for line in lines))
     print(f"{data_dir}: {len(meta['shards'])} shards are what meta.json says")

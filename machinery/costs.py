@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from machinery.machine import DENSE_BF16_FLOPS, peak_memory_gb
 from machinery.runs import read_log
+from machinery.settings import with_micro_batch
 from model import INIT_STD, Decoder, FixedCodes
 
 
@@ -66,8 +67,8 @@ def print_codes(config, codes, say):
     recoding = ""
     if config.input == "gf2":
         recoding = f"; A of seed {config.code_seed}, b {config.code_offset}"
-    say(f"  each id is {config.n_bits} fixed numbers, {config.lift}d "
-        f"{config.n_embd // config.n_bits} times; no trainable input value; values "
+    say(f"  each id is {config.n_code} fixed numbers, {config.lift}d "
+        f"{config.n_embd // config.n_code} times; no trainable input value; values "
         f"{config.code_values}, scale {codes.scale:.6g}, mean squared norm {norm:.6g} (a learned "
         f"row at the start: {INIT_STD**2 * config.n_embd:.6g}){recoding}")
 
@@ -163,11 +164,12 @@ def whole_logits(config, micro_batch):
 
 def print_costs(args, world_size, config, flops, say):
     """Print the memory of each of world_size processes and the time of the run."""
+    args = with_micro_batch(args, world_size)
     parts = estimate_memory(config, args.micro_batch, args.dtype, args.checkpoint_activations,
                             args.accumulation, args.parallel, world_size, args.device)
-    itself = ""
-    if not args.device.startswith("cuda"):
-        itself = f"; Python and torch themselves {peak_memory_gb(torch.device('cpu')):.2f}"
+    now, itself = peak_memory_gb(torch.device("cpu")), ""
+    if args.device == "cpu" and now:
+        itself = f"; Python and torch themselves {now:.2f}"
     say(f"memory of each of {world_size} processes ({args.parallel}), micro_batch "
         f"{args.micro_batch}, {args.dtype}, checkpoint_activations={args.checkpoint_activations}: "
         f"{sum(parts.values()) / 1e9:.2f} GB = "
@@ -190,5 +192,5 @@ def expected_rate(args, world_size, flops):
                 if row.get("targets_per_second")]
     if measured:
         return np.median(measured), f"as measured in {args.out}"
-    rate = world_size * 0.4 * DENSE_BF16_FLOPS["H200"] / flops
+    rate = world_size * 0.4 * DENSE_BF16_FLOPS["NVIDIA H200"] / flops
     return rate, f"assuming {world_size} H200 at 40 % of its peak"

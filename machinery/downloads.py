@@ -12,7 +12,8 @@ import time
 from pathlib import Path
 from urllib.parse import quote, unquote, urlsplit
 
-from machinery.files import first_line, sha256_of
+from machinery.errors import first_line
+from machinery.files import NO_PLACE, sha256_of
 
 DOWNLOAD_TRIES = 6  # tries in a row without a new byte
 DOWNLOAD_TIMEOUT = (10, 30)  # seconds to connect, and of silence
@@ -34,27 +35,36 @@ def fetch(name, downloads, keep, in_part=False):
         return download(name, Path(downloads) / Path(urlsplit(name).path).name)
     if not name.startswith("hf://"):
         return name
-    match = HUB_NAME.fullmatch(name)
-    if not match:
-        raise ValueError(f"{name}: expected hf://[datasets/]OWNER/REPOSITORY@REVISION/PATH")
+    kind, repository, revision, path = parse_hub_name(name)
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     import huggingface_hub as hub
-    kind, repository, revision, path = match.groups()
-    # As others spell it: with %2F for the slash, and ~parquet for the hub's own conversion.
-    revision = re.sub("^~", "refs/convert/", unquote(revision))
     where = {"repo_id": repository, "filename": path, "revision": revision,
-             "repo_type": "dataset" if kind else "model"}
+             "repo_type": kind}
     try:
         cached = hub.try_to_load_from_cache(**where)
         if isinstance(cached, str):
             return cached
         if in_part and name.endswith(".parquet"):
-            name_there = f"{kind or ''}{repository}@{quote(revision, safe='')}/{path}"
+            folder = "datasets/" if kind == "dataset" else ""
+            name_there = f"{folder}{repository}@{quote(revision, safe='')}/{path}"
             return hub.HfFileSystem().open(name_there, block_size=1 << 20)
         return hub.hf_hub_download(**where, local_dir=None if keep else downloads)
     except Exception as error:  # the hub's, httpx's and the system's: the network's or the user's
+        if getattr(error, "errno", None) in NO_PLACE:  # in HF_HOME, the hub's cache
+            raise
         raise ValueError(f"{name}: cannot be fetched: {first_line(error)}") from None
+
+
+def parse_hub_name(name):
+    """Return (kind of repository, OWNER/REPOSITORY, revision, path) of an hf:// name."""
+    match = HUB_NAME.fullmatch(name)
+    if not match:
+        raise ValueError(f"{name}: expected hf://[datasets/]OWNER/REPOSITORY@REVISION/PATH")
+    folder, repository, revision, path = match.groups()
+    # As others spell it: with %2F for the slash, and ~parquet for the hub's own conversion.
+    revision = re.sub("^~", "refs/convert/", unquote(revision))
+    return "dataset" if folder else "model", repository, revision, path
 
 
 def download(url, path):

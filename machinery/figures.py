@@ -1,6 +1,7 @@
 """Figures of compare.py's runs: 8.3 inches wide, for a page 830 pixels wide."""
 
 import itertools
+import os
 
 import numpy as np
 
@@ -76,9 +77,9 @@ def set_log_axis(axis, formatter):
     axis.xaxis.set_minor_formatter(NullFormatter())
 
 
-def draw_loss(plt, groups, styles):
+def draw_loss(groups, styles):
     """Return the figure of losses during training, the highest final loss first."""
-    figure, axis = plt.subplots(figsize=(8.3, 4.2), layout="constrained")
+    figure, [[axis]] = make_figure(4.2)
     draw_curves(axis, groups, styles, "curve_losses")
     axis.set(ylabel="validation loss (nats per target)",
              title="Loss during training: mean and range of seeds")
@@ -89,10 +90,9 @@ def draw_loss(plt, groups, styles):
     return figure
 
 
-def draw_differences(plt, groups, styles, base):
+def draw_differences(groups, styles, base):
     """Return the figure with a row for each group: mean difference, seeds, and both intervals."""
-    size = 8.3, 1.3 + 0.34 * len(groups)
-    figure, axis = plt.subplots(figsize=size, layout="constrained")
+    figure, [[axis]] = make_figure(1.3 + 0.34 * len(groups))
     for y, g in enumerate(groups):
         colour = styles[g["name"]]["color"]
         if g["document_interval"][0] is not None:
@@ -112,10 +112,9 @@ def draw_differences(plt, groups, styles, base):
     return figure
 
 
-def draw_gap(plt, groups, styles, base, by):
+def draw_gap(groups, styles, base, by):
     """Return the figure of the gap to the baseline, in training and against `by` if that varies."""
-    figure, axes = plt.subplots(1, 2 if by else 1, figsize=(8.3, 4.2), layout="constrained",
-                                squeeze=False)
+    figure, axes = make_figure(4.2, 1, 2 if by else 1)
     draw_curves(axes[0, 0], groups, styles, "curve_differences")
     axes[0, 0].set(ylabel=f"validation loss minus {base} (nats)",
                    title="Gap in training: mean and range of seeds")
@@ -143,9 +142,9 @@ def draw_gap_against(axis, groups, styles, base, by):
         axis.legend()
 
 
-def draw_codes(plt, groups, styles):
+def draw_codes(groups, styles):
     """Return the figure of what fixed codes look like, by train.py's code_report: four panels."""
-    figure, axes = plt.subplots(2, 2, figsize=(8.3, 5.6), layout="constrained")
+    figure, axes = make_figure(5.6, 2, 2)
     for g in groups:
         report, style = g["code_report"], styles[g["name"]] | {"marker": ""}
         for axis, key in zip(axes.flat, list(CODE_PANELS)[:3]):
@@ -163,23 +162,44 @@ def draw_codes(plt, groups, styles):
     return figure
 
 
+def import_matplotlib():
+    """Return the package, whatever drawing window MPLBACKEND asks for: a notebook's may be missing
+    here, and none is needed to write a file."""
+    asked = os.environ.pop("MPLBACKEND", None)
+    try:
+        import matplotlib
+    finally:
+        if asked is not None:
+            os.environ["MPLBACKEND"] = asked
+    return matplotlib
+
+
+def make_figure(height, rows=1, columns=1):
+    """Return (figure, axes [rows, columns]), outside of pyplot and so of any window."""
+    from matplotlib.figure import Figure
+    figure = Figure(figsize=(8.3, height), layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False)
+
+
 def draw_runs(result, out):
     """Write the figures of compare_runs' result into the directory out; return their names."""
-    import matplotlib
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-    plt.rcParams.update(STYLE)
+    with import_matplotlib().rc_context(STYLE):
+        figures = make_figures(result)
+        for name, figure in figures.items():
+            figure.savefig(out / f"{name}.png")
+    return list(figures)
+
+
+def make_figures(result):
+    """Return {name: figure} of compare_runs' result."""
     base, by, styles = result["baseline"], result["by"], line_styles(result["groups"])
     ranked = sorted(result["groups"], key=lambda g: -g["loss"])
     others = [g for g in ranked if g["label"] != base]
     coded = [g for g in result["groups"] if g["code_report"] and g["by"] == ranked[0]["by"]]
-    figures = {"loss": draw_loss(plt, ranked, styles)}
+    figures = {"loss": draw_loss(ranked, styles)}
     if others:
-        figures["differences"] = draw_differences(plt, others, styles, base)
-        figures["gap"] = draw_gap(plt, others, styles, base, by)
+        figures["differences"] = draw_differences(others, styles, base)
+        figures["gap"] = draw_gap(others, styles, base, by)
     if coded:
-        figures["codes"] = draw_codes(plt, coded, styles)
-    for name, figure in figures.items():
-        figure.savefig(out / f"{name}.png")
-        plt.close(figure)
-    return list(figures)
+        figures["codes"] = draw_codes(coded, styles)
+    return figures

@@ -9,9 +9,14 @@ import traceback
 import torch
 import torch.distributed as dist
 
+from machinery.errors import explain, first_line, is_out_of_memory, replace_in_console
 from machinery.machine import tune_allocator
 
 WORKING, DONE, FAILED = 0, 1, 2
+MAY_DIFFER = {"data", "out", "timeout"}  # from process to process: places and patience
+# What torch's own exceptions of a lost process say, for which it has no kind.
+LOST_PROCESS = ("Connection closed by peer", "Connection reset by peer", "Timed out waiting",
+                "Connection refused", "failed to connect")
 
 
 class ElsewhereError(Exception):
@@ -84,8 +89,8 @@ def in_all(work):
     result, message = None, None
     try:
         result = work()
-    except (ValueError, OSError) as error:
-        message = str(error)
+    except (ValueError, OSError, MemoryError) as error:
+        message = explain(error)
     messages = [None] * dist.get_world_size()
     dist.all_gather_object(messages, message)
     failed = {text: rank for rank, text in reversed(list(enumerate(messages))) if text}
@@ -123,10 +128,58 @@ def in_first(work, otherwise):
     return future.result()
 
 
+def check_same_everywhere(facts):
+    """Stop all processes, as in_all does, with the fields of a dict in which they differ."""
+    if not dist.is_initialized():
+        return
+    everywhere = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, facts)
+    differing = []
+    for name in facts:
+        found = [str(other.get(name)) for other in everywhere]
+        if name not in MAY_DIFFER and len(set(found)) > 1:
+            differing.append(f"{name}: " + ", ".join(
+                f"{value} in {found.count(value)}" for value in sorted(set(found))))
+
+    def refuse():
+        if differing:
+            raise ValueError(f"the {len(everywhere)} processes differ in {'; '.join(differing)}; "
+                             "start them all with the same flags, data and code")
+
+    in_all(refuse)
+
+
+def refuse_under_torchrun(flag):
+    """Stop if there are processes of torchrun: each would do the work of all."""
+    if dist.is_torchelastic_launched():
+        if process_number():
+            raise ElsewhereError
+        raise ValueError(f"{flag} starts processes itself: leave torchrun out, or start each run "
+                         "under torchrun")
+
+
+def reason(error):
+    """Return an exception as one line, if it can be foreseen; None for a mistake of ours."""
+    text = str(error)
+    if isinstance(error, RuntimeError) and is_out_of_memory(error):
+        return (f"not enough memory ({first_line(error)}); a smaller --micro_batch, "
+                "--checkpoint_activations=block or --parallel=fsdp needs less")
+    if isinstance(error, dist.DistError) or any(words in text for words in LOST_PROCESS):
+        return (f"another process is lost or stuck ({first_line(error)}); --resume continues from "
+                "the last checkpoint")
+    if type(error).__module__.startswith(("torch._inductor", "torch._dynamo")):
+        return (f"--compile does not work here ({first_line(error)}); leave it out, or install a "
+                "C++ compiler")
+    if isinstance(error, (ValueError, OSError, MemoryError)):
+        return explain(error)
+    return None
+
+
 def exit_with(main):
     """Run train.py's main and leave with its exit code: a user's mistake is one line, ours a
     traceback."""
     code = 1
+    replace_in_console()
     try:
         code = main()
     except ElsewhereError:
@@ -134,15 +187,17 @@ def exit_with(main):
     except FloatingPointError as error:  # the same in all processes
         if process_number() == 0:
             print(f"train.py: {error}", file=sys.stderr)
-    except (ValueError, OSError) as error:
-        where = f"process {process_number()}: " if process_number() else ""
-        print(f"train.py: {where}{error}", file=sys.stderr)
     except KeyboardInterrupt:
         code = 130  # as a shell says it: 128 + SIGINT
         print("train.py: interrupted; --resume continues from the last checkpoint",
               file=sys.stderr)
-    except Exception:  # our own mistake, or another process is gone
-        traceback.print_exc()
+    except Exception as error:
+        line = reason(error)
+        if line is None:
+            traceback.print_exc()
+        else:
+            where = f"process {process_number()}: " if process_number() else ""
+            print(f"train.py: {where}{line}", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
     if dist.is_initialized():

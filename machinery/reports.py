@@ -8,7 +8,22 @@ from pathlib import Path
 import torch
 
 from machinery.machine import peak_flops, peak_memory_gb
-from machinery.runs import write_row
+from machinery.runs import FREE_ON_RESUME, write_row
+
+
+def expectation(args, presets, milestones):
+    """Return in words the held-out losses that a run of a preset can be expected to print.
+
+    Args:
+        milestones: {(preset, input): {updates: loss}}, as measured.
+    """
+    measured = milestones.get((args.preset, args.input))
+    same = set(presets[args.preset]) - FREE_ON_RESUME - {"decay_steps"} | {"max_targets"}
+    changed = [name for name in same if getattr(args, name) != presets[args.preset][name]]
+    if not measured or changed or args.decay_steps != args.steps:
+        return "expected: nothing is known; no such run has been measured"
+    losses = [f"{loss:.2f} after {step:,} updates" for step, loss in measured.items()]
+    return f"expected, as measured: held-out loss {', '.join(losses)}"
 
 
 class Reporter:
@@ -49,10 +64,11 @@ class Reporter:
         rate = done / (time.perf_counter() - self.since)
         left = int((self.args.steps * self.args.tokens_per_step - targets) / rate)
         memory, peak = peak_memory_gb(self.device), peak_flops(self.device)
+        held = f"  {memory:.2f} GB" if memory else ""
         mfu = f"MFU {rate * self.flops / peak:.1%}  " if peak else ""
         self.say(f"step {step:6,}  targets {targets:,}  loss {loss:.4f}  lr {lr:.3e}  "
                  f"norm {norm:.3f}  {rate:,.0f} targets/s  {mfu}"
-                 f"ETA {left // 3600}:{left // 60 % 60:02}:{left % 60:02}  {memory:.2f} GB")
+                 f"ETA {left // 3600}:{left // 60 % 60:02}:{left % 60:02}{held}")
         self.write(step=step, targets=targets, loss=loss.item(), lr=lr, grad_norm=norm.item(),
                    targets_per_second=rate, memory_gb=memory)
         self.start_clock()

@@ -4,14 +4,13 @@ Used by train.py, evaluate.py and compare.py. Free of torch.
 """
 
 import errno
-import fcntl
 import hashlib
 import json
 import math
 import os
 from pathlib import Path
 
-from machinery.files import write_whole
+from machinery.files import only_process_in, sha256_of, write_whole
 
 # What may change when a run is resumed: where and how it runs, what it reports, when it stops. All
 # else is the experiment.
@@ -20,6 +19,8 @@ FREE_ON_RESUME = {
     "log_every", "eval_every", "eval_windows", "save_every", "keep", "keep_every", "profile",
     "tensorboard", "preset", "data", "out", "max_targets", "resume", "dry_run",
     "targets_per_second"}
+# Fields that the earliest runs do not record, and what they were trained with.
+ADDED = {"code_width": 0, "input_std": 0.02}
 NOT_RECORDED = {"steps", "accumulation", "preset_reason", "sweep"}  # follow from the others
 
 
@@ -45,8 +46,15 @@ def data_fingerprint(meta):
     return hashlib.sha256(facts.encode()).hexdigest()
 
 
+def code_fingerprint():
+    """Return the sha256 of the code that trains: what all processes of a run have to share."""
+    root = Path(__file__).parents[1]
+    return sha256_of(*sorted([*root.glob("*.py"), *root.glob("machinery/*.py")]))
+
+
 def check_resumable(there, here):
     """Raise ValueError, listing the fields, if a run's configuration is another experiment."""
+    there = ADDED | there
     differing = [f"{key} {there.get(key)} -> {here[key]}" for key in here
                  if key not in FREE_ON_RESUME and there.get(key) != here[key]]
     if differing:
@@ -55,18 +63,16 @@ def check_resumable(there, here):
 
 
 def claim_run(out):
-    """Return out/log.jsonl, open for appending and locked while this process lives: one run writes
-    to a directory.
+    """Return out/log.jsonl, open for appending. No other run writes to the directory while this
+    file object lives.
 
-    Raises ValueError if another process holds it.
+    Raises ValueError if another process is at it.
     """
     Path(out).mkdir(parents=True, exist_ok=True)
+    claim = only_process_in(out, "run")
+    claim.__enter__()
     log = open(Path(out) / "log.jsonl", "ab", buffering=0)
-    try:
-        fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ValueError(f"{out} is in use by another run; wait for it or give another --out"
-                         ) from None
+    log.claim = claim  # ends with it
     return log
 
 
@@ -82,7 +88,16 @@ def read_log(out):
     """Return the whole rows of a run's log; none where there is no log."""
     path = Path(out) / "log.jsonl"
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith(b"}\n")]
+    return [row for row in map(read_row, lines) if row]
+
+
+def read_row(line):
+    """Return a line of a log as a dict; None for what a crash has left of one."""
+    try:
+        row = json.loads(line) if line.endswith(b"}\n") else None
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and "step" in row else None
 
 
 def cut_log(log, step):
@@ -90,7 +105,7 @@ def cut_log(log, step):
     logs each step once."""
     end = 0
     for line in Path(log.name).read_bytes().splitlines(keepends=True):
-        row = json.loads(line) if line.endswith(b"}\n") else {"step": math.inf}
+        row = read_row(line) or {"step": math.inf}
         # An evaluation at `step` comes after the checkpoint and is done again.
         if row["step"] > step or (row["step"] == step and "loss" not in row):
             break

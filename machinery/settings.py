@@ -2,16 +2,21 @@
 
 import argparse
 import copy
+import dataclasses
 import math
+from pathlib import Path
 
 import torch
 
 from codes import check_seed, draw_recoding
+from machinery.files import sha256_of
 from machinery.machine import pick_dtype
+from machinery.options import device, place
+from machinery.shards import read_meta
 from model import INPUTS, ModelConfig
 
 
-def whole_number(text):
+def integer(text):
     """Parse a whole number, also as 3e6."""
     value = float(text)
     if not value.is_integer():  # as inf and nan are not
@@ -29,12 +34,12 @@ def boolean(text):
 # Each flag: its type or choices, its default (None: the preset's, or as the text says), what it is.
 FLAGS = {
     "run": dict(
-        preset=(("smoke", "paper", "predecessor", "predecessor-smoke"), None,
-                "sizes and recipe; paper where CUDA is present, else smoke"),
+        preset=(str, None,
+                "sizes and recipe; paper where CUDA and its data are present, else smoke"),
         input=(INPUTS, "binary", "the input interface"),
         seed=(int, 1, "of the weights and of the windows"),
-        data=(str, None, "prepared data directory"),
-        out=(str, None, "run directory; out/PRESET-INPUT-sSEED"),
+        data=(place, None, "prepared data directory"),
+        out=(place, None, "run directory; out/PRESET-INPUT-sSEED"),
         sweep=(list, [], 'run every combination of "NAME=VALUE,VALUE;NAME=...", each in a '
                "directory of its own below --out (out/sweep); several --sweep for several grids"),
         resume=(bool, False, "continue the run in --out from its newest intact checkpoint"),
@@ -57,10 +62,14 @@ FLAGS = {
                     "row's norm at the start"),
         lift=(str, ModelConfig.lift, "how K numbers fill the width: tile or interleave"),
         table_free=(bool, ModelConfig.table_free,
-                    "binary, gf2: compute the codes from the ids, keep no codebook")),
+                    "binary, gf2: compute the codes from the ids, keep no codebook"),
+        code_width=(int, ModelConfig.code_width, "binary, random, sinusoid, lowdim: numbers an id; "
+                    "0 for ceil(log2 V)"),
+        input_std=(float, ModelConfig.input_std,
+                   "learned, lowdim: standard deviation of the table at the start")),
     "recipe": dict(
-        tokens_per_step=(whole_number, None, "targets of one update"),
-        max_targets=(whole_number, None, "stop at the update that reaches these"),
+        tokens_per_step=(integer, None, "targets of one update"),
+        max_targets=(integer, None, "stop at the update that reaches these"),
         max_lr=(float, None, "peak learning rate"),
         min_lr=(float, None, "learning rate after the decay"),
         warmup_steps=(int, None, "updates of linear warm-up"),
@@ -70,7 +79,7 @@ FLAGS = {
         dtype=(("bfloat16", "float32"), None,
                "autocast, parameters are float32; bfloat16 where it is fast")),
     "machine": dict(
-        device=(str, "cuda" if torch.cuda.is_available() else "cpu", "cpu, cuda or cuda:N"),
+        device=(device, "auto", "cpu, cuda, cuda:N or mps; auto: the fastest kind there is"),
         micro_batch=(int, None, "windows a forward pass, at most; trades memory only"),
         parallel=(("ddp", "fsdp"), "ddp",
                   "under torchrun: each process holds a copy of the model, or a share of it"),
@@ -104,12 +113,13 @@ def parse_args(presets, description, argv=None):
     """
     parser = build_parser(presets, description)
     given = vars(parser.parse_args(argv))
-    preset, reason = pick_preset(given)
+    preset, reason = pick_preset(presets, given)
     values = {name: default for name, (_, default, _) in all_flags().items()}
     args = argparse.Namespace(**values | presets[preset] | given | {"preset": preset},
                               preset_reason=reason)
     default_out = "out/sweep" if args.sweep else f"out/{preset}-{args.input}-s{args.seed}"
     args.out = args.out or default_out
+    args.device = device(args.device)  # auto becomes what is there
     args.dtype = args.dtype or pick_dtype(args.device)
     try:
         check_args(args)
@@ -138,6 +148,7 @@ def build_parser(presets, description):
                 default = "the preset's"
             if default not in (None, []):
                 text = f"{text} (default: {default})"
+            kind = tuple(presets) if name == "preset" else kind
             group.add_argument(f"--{name}", help=text, **how_to_parse(kind))
     return parser
 
@@ -153,13 +164,23 @@ def how_to_parse(kind):
     return dict(type=kind)
 
 
-def pick_preset(given):
-    """Return (name of the preset, why this one) from the flags given."""
+def pick_preset(presets, given):
+    """Return (name of the preset, why this one) from the flags given.
+
+    The paper's needs more than a GPU: without its data the first command would end in advice.
+    """
     if "preset" in given:
         return given["preset"], "--preset"
-    if torch.cuda.is_available():
-        return "paper", "CUDA is present"
-    return "smoke", "there is no CUDA device"
+    if not torch.cuda.is_available():
+        return "smoke", "there is no CUDA device"
+    data = given.get("data", presets["paper"]["data"])
+    try:
+        found = read_meta(data)["tokenizer"]["vocab_size"]
+    except (ValueError, OSError):
+        return "smoke", f"CUDA is present, but {data} is not: the paper's preset trains on it"
+    if found != presets["paper"]["vocab_size"]:
+        return "smoke", f"CUDA is present, but {data} is not of the paper's vocabulary"
+    return "paper", f"CUDA and {data} are present"
 
 
 def check_args(args):
@@ -185,18 +206,6 @@ def check_args(args):
     if args.tokens_per_step % unit:
         raise ValueError(f"--tokens_per_step={args.tokens_per_step}: expected a multiple of "
                          f"block_size x streams = {unit}")
-    check_device(args.device)
-
-
-def check_device(name):
-    """Raise ValueError for a device that is not here."""
-    here, expected = ["cpu"], "cpu (there is no CUDA device here)"
-    if torch.cuda.is_available():
-        n = torch.cuda.device_count()
-        here += ["cuda", *(f"cuda:{i}" for i in range(n))]
-        expected = f"cpu, cuda or cuda:0 to cuda:{n - 1}"
-    if name not in here:
-        raise ValueError(f"--device={name}: expected {expected}")
 
 
 def with_steps(args):
@@ -219,15 +228,43 @@ def with_micro_batch(args, world_size):
 
     Raises ValueError if an update's windows do not divide.
     """
-    args = copy.copy(args)
+    args, asked = copy.copy(args), args
     windows = args.tokens_per_step // args.block_size
     args.micro_batch = min(args.micro_batch, max(windows // world_size, 1))
     args.accumulation, rest = divmod(windows, world_size * args.micro_batch)
     if rest:
         raise ValueError(f"{windows} windows an update do not divide by {world_size} processes x "
-                         f"micro_batch {args.micro_batch}; change --micro_batch or "
-                         "--tokens_per_step")
+                         f"micro_batch {args.micro_batch}; {what_divides(asked, world_size)} would "
+                         "do")
     return args
+
+
+def check_tokenizer(args, meta):
+    """Raise ValueError unless prepared data are of a tokenizer that the model's sizes fit, and hold
+    it. Its sha256 is what data, checkpoints and scores are matched by."""
+    found = meta["tokenizer"]["vocab_size"]
+    if found != args.vocab_size:
+        advice = f"give --vocab_size={found} or another --data"
+        try:
+            dataclasses.replace(model_config(args), vocab_size=found)
+        except ValueError as error:
+            advice = f"give another --data, or --vocab_size={found} with other sizes: {error}"
+        raise ValueError(f"vocab_size={args.vocab_size}, but {args.data} has {found}; {advice}")
+    path = Path(args.data) / "tokenizer.json"
+    if sha256_of(path) != meta["tokenizer"]["sha256"]:
+        raise ValueError(f"{path}: its sha256 is not the one in meta.json; run the same prepare.py "
+                         "command again to repair it")
+
+
+def what_divides(args, world_size):
+    """Return a flag with a value for which an update's windows divide."""
+    windows = args.tokens_per_step // args.block_size
+    if windows % world_size == 0:
+        sizes = range(1, args.micro_batch + 1)
+        fits = max(size for size in sizes if windows // world_size % size == 0)
+        return f"--micro_batch={fits}"
+    unit = args.block_size * math.lcm(world_size * args.micro_batch, args.streams)
+    return f"--tokens_per_step={-(-args.tokens_per_step // unit) * unit}"
 
 
 def model_config(args):

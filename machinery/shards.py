@@ -147,9 +147,23 @@ def read_notes(data_dir):
     path = Path(data_dir) / NOTES
     if not path.exists():
         return
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        if line.endswith("\n"):
-            yield json.loads(line)
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            number, entry = json.loads(line)
+        except ValueError:
+            continue  # of a run that was killed: the shard will be made again
+        yield number, entry
+
+
+def how_to_make(data_dir):
+    """Return the command that makes a directory of data, as far as its name tells."""
+    folder = Path(data_dir)
+    if folder == Path("data/stdlib"):
+        return "python prepare.py"
+    if folder.name == "fineweb-edu":
+        where = "" if folder == Path("data/fineweb-edu") else f" --out={data_dir}"
+        return f"python prepare.py --source=fineweb-edu --shards=0:10{where}"
+    return f"python prepare.py --out={data_dir}, with --source=FILES unless stdlib is meant"
 
 
 def read_meta(data_dir):
@@ -161,11 +175,13 @@ def read_meta(data_dir):
     try:
         text = path.read_text(encoding="utf-8")
     except (FileNotFoundError, NotADirectoryError):
-        raise FileNotFoundError(f"{data_dir}: no prepared data here; run python prepare.py "
-                                f"--out={data_dir} (or give --data=DIR)") from None
+        raise FileNotFoundError(f"{data_dir}: no prepared data here; run "
+                                f"{how_to_make(data_dir)} (or give --data=DIR)") from None
     try:
         meta = json.loads(text)
         found = meta["format"]
+        if found == FORMAT and not {"sources", "shards", "tokenizer"} <= set(meta):
+            found = "unreadable"
     except (ValueError, KeyError, TypeError):
         found = "unreadable"
     if found != FORMAT:

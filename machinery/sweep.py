@@ -11,6 +11,8 @@ from pathlib import Path
 from machinery.runs import check_resumable, experiment_of, list_checkpoints, read_log
 from machinery.signals import STOPPED, catch_signals
 
+LONGEST_NAME = 255  # bytes, on all usual file systems
+
 
 def parse_sweep(text):
     """Return the flag settings of one --sweep, every combination: "input=binary,gf2;seed=1" ->
@@ -67,17 +69,29 @@ def plan_runs(args, argv, parse_args):
     runs = {}
     for setting in itertools.chain.from_iterable(map(parse_sweep, args.sweep)):
         pairs = [f"{name}={value}" for name, value in setting.items()]
-        out = Path(args.out) / ",".join(pairs)
+        out = Path(args.out) / run_name(setting)
         command = [*common, *(f"--{pair}" for pair in pairs), f"--out={out}", "--resume"]
         run_args = parse_args(argv=command)
+        if out in runs and runs[out][0] != command:
+            raise ValueError(f"--sweep: two runs would be {out}; give their paths other names")
         runs[out] = command, run_args
         if (out / "config.json").exists():
             try:
-                there = json.loads((out / "config.json").read_text())
+                there = json.loads((out / "config.json").read_bytes())
                 check_resumable(there, experiment_of(run_args))
             except ValueError as error:
                 raise ValueError(f"{out}: {error}") from None
     return runs
+
+
+def run_name(setting):
+    """Return a directory's name for a run's settings; of a path, the part that names it."""
+    name = ",".join(f"{flag}={value.rstrip('/').rsplit('/')[-1]}" for flag, value in
+                    setting.items())
+    if len(name.encode()) > LONGEST_NAME:
+        raise ValueError(f"--sweep: {len(name)} letters are too many for a directory's name; sweep "
+                         f"fewer flags at a time ({name[:60]}...)")
+    return name
 
 
 def train(script, command, out):

@@ -13,7 +13,8 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from machinery.downloads import REVISION, check_hub_file, fetch
-from machinery.files import first_line, sha256, sha256_of, write_whole
+from machinery.errors import first_line
+from machinery.files import sha256, sha256_of, write_whole
 from machinery.shards import read_meta
 
 EOT = "<|endoftext|>"  # SmolLM2's end of text, id 0
@@ -165,8 +166,10 @@ def make_tokenizer(name, out, train_texts):
     """
     path = out / "tokenizer.json"
     there = read_meta(out)["tokenizer"] if (out / "meta.json").exists() else None
-    is_whole = there and path.is_file() and sha256_of(path) == there["sha256"]
-    if is_whole or (there and there["name"] != name):  # another preparation: resume refuses it
+    if there and there["name"] != name:
+        raise ValueError(f"{out} was prepared differently; tokenizer name: {there['name']} there, "
+                         f"{name} now; choose another --out")
+    if there and path.is_file() and sha256_of(path) == there.get("sha256"):
         return path
     if name == "utf16":
         data = UTF16_JSON
@@ -175,7 +178,7 @@ def make_tokenizer(name, out, train_texts):
         print(f"training a byte-level BPE tokenizer of {size} ids on the train documents",
               flush=True)
         data = train_tokenizer(train_texts(), size).to_str(pretty=True).encode()
-    if there and sha256(data) != there["sha256"]:
+    if there and sha256(data) != there.get("sha256"):
         raise ValueError(f"{path}: lost or damaged, and to train it again gave another; choose "
                          "another --out")
     write_whole(path, data)

@@ -43,10 +43,10 @@ NOT_PLAIN_BPE = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "
 
 
 def find_twin(tokenizer):
-    """Return (pattern, ranks) with which tiktoken and splintr give exactly a Tokenizer's ids.
+    """Return (pattern, ranks) with which tiktoken gives exactly a Tokenizer's ids.
 
-    The pattern is the regular expression that cuts a text into pieces; ranks maps the bytes of a
-    token to its id.
+    So does splintr, but for what splintr_encoder says. The pattern is the regular expression that
+    cuts a text into pieces; ranks maps the bytes of a token to its id.
 
     They join any two neighbours that together are a token, lowest id first; tokenizers joins the
     two that a merge names, first merge first. That is the same if (1) ids rise in the order of the
@@ -185,15 +185,6 @@ def splintr_encoder(pattern, ranks):
         token_bytes[i] = token
     n_cached = 0
 
-    def spells(ids, text):
-        at = 0
-        for start in range(0, len(ids), 1 << 14):  # join takes a hundred bytes a token
-            part = b"".join(token_bytes[ids[start:start + (1 << 14)]])
-            if not text.startswith(part, at):
-                return False
-            at += len(part)
-        return at == len(text)
-
     def encode(text):
         nonlocal n_cached
         n_cached += len(text)
@@ -201,11 +192,22 @@ def splintr_encoder(pattern, ranks):
             engine.clear_cache()
             n_cached = 0
         ids = np.frombuffer(engine.encode_flat(text), np.uint32)
-        if not spells(ids, text.encode()):
+        if not spell(token_bytes, ids, text.encode()):
             raise ValueError("the ids of another text")
         return ids
 
     return encode
+
+
+def spell(token_bytes, ids, text):
+    """Return whether tokens are, byte by byte, a text. A fifth of the time to encode goes here."""
+    at = 0
+    for start in range(0, len(ids), 1 << 14):  # join takes a hundred bytes a token
+        part = b"".join(token_bytes[ids[start:start + (1 << 14)]].tolist())
+        if not text.startswith(part, at):
+            return False
+        at += len(part)
+    return at == len(text)
 
 
 def tiktoken_encoder(pattern, ranks):

@@ -2,6 +2,7 @@
 
 import os
 import random
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -45,6 +46,17 @@ def run(*flags):
         prepare.main()
 
 
+def end_of(*flags):
+    """Run prepare.py in this process as its command does; return what it prints as it ends."""
+    arguments = ["prepare.py", "--workers=1", *map(str, flags)]
+    with patch.object(sys, "argv", arguments), patch.object(signal, "signal"):
+        try:
+            prepare.command()
+        except SystemExit as end:
+            return str(end.code)
+    return ""
+
+
 def command(*flags, **environment):
     """Run prepare.py as a person does; return the finished process."""
     return subprocess.run([sys.executable, ROOT / "prepare.py", *map(str, flags)],
@@ -54,10 +66,14 @@ def command(*flags, **environment):
 
 def assert_one_line(process, *parts):
     """Assert that a process ended as a user's mistake must: exit 1, one line with these parts."""
-    assert process.returncode == 1 and process.stderr.count("\n") == 1, process.stderr
-    assert process.stderr.startswith("prepare.py: ") and "Traceback" not in process.stderr
+    assert process.returncode == 1 and process.stderr.endswith("\n"), process.stderr
+    assert_is_line(process.stderr[:-1], *parts)
+
+
+def assert_is_line(told, *parts):
+    assert told.startswith("prepare.py: ") and "\n" not in told, told
     for part in parts:
-        assert part in process.stderr, process.stderr
+        assert part in told, told
 
 
 def contents(out):

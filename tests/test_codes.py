@@ -15,6 +15,7 @@ import train
 from codes import (
     FIXED,
     binary_codes,
+    check_codebook,
     code_report,
     codes_to_ids,
     distance_histogram,
@@ -28,6 +29,7 @@ from codes import (
     to_fixed_point,
 )
 from machinery import settings
+from model import Decoder, ModelConfig
 
 ROOT = Path(__file__).parents[1]
 V = 49_152
@@ -251,6 +253,90 @@ def test_continuous_codes_keep_their_distance(name, vocab_size):
 def test_ids_too_close_are_refused():
     with pytest.raises(ValueError, match="expected at least 0.1"):
         to_fixed_point(np.array([[0.0, 1.0], [0.0, 1.05], [3.0, 3.0]]))
+
+
+# --- codes of more numbers than an id needs
+
+def test_wide_binary_codes_are_the_bits_and_then_tosses():
+    table = FIXED["binary"](3072, 5, "0", 192)["codebook"]
+    assert table.shape == (3072, 192) and table.dtype == np.uint8
+    assert (table[:, :12] == binary_codes(3072)).all()
+    tosses = table[:, 12:]
+    assert set(np.unique(tosses)) == {0, 1} and abs(tosses.mean() - 0.5) < 0.003
+    # Columns and ids are independent: no correlation beyond chance, 1 / sqrt(3072).
+    correlations = np.corrcoef(tosses.T) - np.eye(180)
+    assert np.abs(correlations).max() < 5 / np.sqrt(3072)
+    assert (table == FIXED["binary"](3072, 5, "0", 192)["codebook"]).all()
+    assert (tosses != FIXED["binary"](3072, 6, "0", 192)["codebook"][:, 12:]).any()
+
+
+@pytest.mark.parametrize("width", [12, 48, 192])
+def test_wide_continuous_codes(width):
+    table = FIXED["random"](3072, 5, "0", width)["codebook"]
+    numbers = np.random.RandomState(5).standard_normal((3072, width))
+    assert np.abs(table / 4096 - numbers).max() < 2**-12
+    waves = FIXED["sinusoid"](3072, 5, "0", width)["codebook"] / 4096
+    half, ids = width // 2, np.arange(3072)
+    assert np.allclose(waves[:, 0], np.sin(ids), atol=2**-12)
+    assert np.allclose(waves[:, half + 3], np.cos(ids * 3072.0 ** (-6 / width)), atol=2**-12)
+
+
+def test_report_of_wide_codes():
+    """What takes a table of 2^K codes is left out; the rest is there."""
+    facts = code_report(FIXED["binary"](3072, 5, "0", 192)["codebook"])
+    assert facts["injective"] and facts["n_bits"] == 192 and len(facts["bit_counts"]) == 192
+    assert "distance_histogram" not in facts
+    twins = FIXED["binary"](300, 5, "0", 48)["codebook"]
+    twins[7] = twins[100]
+    assert not code_report(twins)["injective"]
+
+
+# --- an interface of one's own
+
+BITS = binary_codes(100)
+TWINS = BITS.copy()
+TWINS[[40, 71]] = TWINS[3]
+
+
+@pytest.mark.parametrize("made, said", [
+    (BITS, "returned an array: expected {'codebook': integers"),
+    (None, "returned a NoneType: expected {'codebook': integers"),
+    ({"code": BITS}, "returned the keys code: expected codebook"),
+    ({"codebook": BITS.tolist()}, "codebook is a list: expected a NumPy array"),
+    ({"codebook": BITS.astype(float)}, r"codebook is float64 \[100, 7\]: expected uint8 for bits"),
+    ({"codebook": BITS.astype(np.int64)}, r"codebook is int64 \[100, 7\]: expected uint8 for bits"),
+    ({"codebook": BITS.astype(bool)}, r"codebook is bool \[100, 7\]: expected uint8 for bits"),
+    ({"codebook": BITS[:90]}, r"codebook is uint8 \[90, 7\]: expected \[100, 7\]"),
+    ({"codebook": BITS.T}, r"codebook is uint8 \[7, 100\]: expected \[100, 7\]"),
+    ({"codebook": BITS[:, 0]}, r"codebook is uint8 \[100\]: expected \[100, 7\]"),
+    ({"codebook": np.hstack((BITS, BITS))}, r"uint8 \[100, 14\]: expected \[100, 7\]"),
+    ({"codebook": 2 * BITS}, "codebook has bits other than 0 and 1, such as 2"),
+    ({"codebook": TWINS}, r"uint8 \[100, 7\] and ids 3 and 40 have one code \(2 such ids\)"),
+    ({"codebook": np.zeros((100, 7), np.int32)}, r"ids 0 and 1 have one code \(99 such ids\)"),
+    ({"codebook": BITS, "extra": [1]}, "extra is a list: expected a NumPy array")])
+def test_an_interface_that_returns_something_else_is_refused(made, said):
+    """In one line with its name, what came, and what should come."""
+    with pytest.raises(ValueError, match=said) as error:
+        check_codebook("mine", made, 100, 7)
+    assert str(error.value).startswith("input=mine: ") and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_the_interfaces_here_are_accepted(name):
+    made = FIXED[name](100, 1, "0")
+    assert check_codebook(name, made, 100, 7) is made
+
+
+def test_no_model_is_built_with_such_an_interface(monkeypatch):
+    monkeypatch.setitem(FIXED, "binary", lambda *_: {"codebook": TWINS})
+    with pytest.raises(ValueError, match="input=binary: .*3 and 40"):
+        Decoder(ModelConfig("binary", 100, 16, 1, 1, 14, 8))
+
+
+def test_every_option_of_an_input_is_a_flag():
+    flags = ["--preset=smoke", "--input=lowdim", "--input_std=0.5", "--code_width=48"]
+    config = settings.model_config(settings.parse_args(train.PRESETS, "", flags))
+    assert config.input_std == 0.5 and config.code_width == 48
 
 
 # --- command line

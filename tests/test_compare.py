@@ -2,15 +2,19 @@
 
 import json
 import math
+import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import compare
 from machinery import statistics
+from machinery.errors import one_line
 
 stats = pytest.importorskip("scipy.stats")
+ROOT = Path(__file__).parents[1]
 
 
 def scores(name="a", seed=0, n=200, p=0.6, **protocol):
@@ -52,6 +56,20 @@ def output(monkeypatch, capsys, *arguments):
     monkeypatch.setattr(sys, "argv", ["compare.py", *arguments])
     compare.main()
     return capsys.readouterr().out
+
+
+def ends(monkeypatch, capsys, *arguments):
+    """Run the command in this process, print what its end prints, return its exit code."""
+    capsys.readouterr()
+    monkeypatch.setattr(sys, "argv", ["compare.py", *map(str, arguments)])
+    try:
+        with one_line("compare.py", ""):
+            compare.main()
+    except SystemExit as error:
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
+        return 1 if isinstance(error.code, str) else error.code
+    return 0
 
 
 @pytest.mark.parametrize("b, c", [
@@ -275,9 +293,11 @@ def strict(text):
     return json.loads(text, parse_constant=refuse)
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("metric, task", [("loglikelihood", "piqa"), ("acc", "piqa"),
-                                          ("bits_per_byte", "wikitext"), ("acc", "mmlu_x")])
+@pytest.mark.parametrize("metric, task, bad", [
+    ("loglikelihood", "piqa", math.nan), ("loglikelihood", "piqa", -math.inf),
+    ("acc", "piqa", math.nan), ("acc", "piqa", None), ("acc", "mmlu_x", math.nan),
+    ("bits_per_byte", "wikitext", math.nan), ("bits_per_byte", "wikitext", -math.inf),
+    ("bits_per_byte", "wikitext", None)])  # None: as JSON has what is not finite
 def test_a_score_that_is_not_finite_gives_no_p_value(write, monkeypatch, capsys, metric, task, bad):
     first, other = scores(), scores("b", seed=1)
     files = write("a", first), write("b", other)
@@ -299,12 +319,23 @@ def test_a_score_that_is_not_finite_gives_no_p_value(write, monkeypatch, capsys,
     assert "nan" not in text and "inf" not in text
 
 
+def test_documents_without_a_right_answer_are_left_out(write, monkeypatch, capsys):
+    files = [scores(), scores("b", seed=1)]
+    for file in files:
+        file["tasks"]["piqa"]["docs"]["loglikelihood"][7] = None
+    found = strict(output(monkeypatch, capsys, write("a", files[0]), write("b", files[1]),
+                          "--format=json"))
+    tests = {(t["task"], t["metric"]): t for t in found["pairs"][0]["tests"]}
+    assert tests["piqa", "loglikelihood"]["n"] == 199 and tests["piqa", "acc"]["n"] == 200
+    assert tests["piqa", "loglikelihood"]["p"] is not None
+
+
 def test_a_metric_that_is_not_finite_is_marked(write, monkeypatch, capsys):
     shown = scores()
     shown["tasks"]["piqa"]["metrics"]["acc"] = math.nan
-    shown["tasks"]["wikitext"]["metrics"]["bits_per_byte"] = math.inf
+    shown["tasks"]["wikitext"]["metrics"] |= {"bits_per_byte": math.inf, "word_perplexity": None}
     text = output(monkeypatch, capsys, write("a", shown))
-    assert text.count("not finite") == 2 and "nan" not in text
+    assert text.count("not finite") == 3 and "nan" not in text
 
 
 def test_an_extreme_score_loses_nothing_else(write, monkeypatch, capsys):
@@ -328,6 +359,35 @@ def test_pages_without_bytes_give_no_ratio(write, monkeypatch, capsys):
                           "--format=json"))
     page = next(t for t in found["pairs"][0]["tests"] if t["task"] == "wikitext")
     assert page["test"] == "not finite" and page["p"] is None
+
+
+@pytest.mark.parametrize("change", [
+    {"tasks": {}}, {"tasks": {"piqa": {}}}, {"tasks": 3}, {"groups": {"g": {}}}, {"model": "x"},
+    {"protocol": {}}, {"groups": {"g": {"tasks": ["absent"], "metrics": {}}}}])
+def test_every_damage_to_scores_ends_in_one_line_that_names_it(write, monkeypatch, capsys, change):
+    bad = write("bad", scores() | change)
+    for paths in ([bad], [write("a", scores()), bad]):
+        assert ends(monkeypatch, capsys, *paths) == 1
+        words = capsys.readouterr().err
+        assert bad in words and words.count("\n") == 1
+
+
+@pytest.mark.parametrize("bad, code, said", [
+    (["no.json"], 1, "no.json"), (["."], 1, "config.json"),
+    (["a.json", "folder"], 2, "folder does not"), (["folder", "a.json"], 2, "folder does not")])
+def test_paths_that_cannot_be_compared(tmp_path, write, monkeypatch, capsys, bad, code, said):
+    write("a", scores())
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert ends(monkeypatch, capsys, *bad) == code
+    words = capsys.readouterr().err
+    assert said in words and words.count("\n") == 1
+
+
+def test_a_reader_that_stops_reading_gets_no_complaint(write):
+    command = f"{sys.executable} compare.py {write('a', scores())} | true"
+    done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True)
+    assert done.stderr == ""
 
 
 def test_limited_scores_are_marked(write, monkeypatch, capsys):

@@ -2,23 +2,25 @@
 
 import json
 import math
+import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
-import matplotlib
-import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 from scipy import stats
-from test_train import TINY
+from test_compare import ends
+from training import TINY
 
 import compare
 import evaluate
 import train
-from machinery import figures, statistics
+from machinery import figures, results, statistics
+from machinery.runs import data_fingerprint
+from model import FixedCodes, ModelConfig
 
-matplotlib.use("agg")
 ROOT = Path(__file__).parents[1]
 V, K = 3072, 12
 
@@ -46,7 +48,8 @@ def write_run(folder, name, seed=1, cost=0.0, noise=0.01, report=None, **config)
     config = {"input": "learned", "seed": seed, "n_layer": 4, "n_embd": 192, "n_head": 4,
               "n_ffn": 512, "block_size": 256, "vocab_size": V, "max_targets": 40_000,
               "tokens_per_step": 4096, "max_lr": 0.003, "dtype": "float32", "out": str(path),
-              "code_seed": 12345, "code_offset": "0", "data_fingerprint": "f" * 64,
+              "code_seed": 12345, "code_offset": "0", "data": "data/x",
+              "data_fingerprint": "f" * 64,
               "initial_body_sha256": f"body {seed} {config.get('n_layer', 4)}",
               "parameters": {"input": 589_824, "body": 1_771_200, "head": 589_824, "buffers": 0,
                              "trainable": 2_950_848},
@@ -68,7 +71,7 @@ def write_run(folder, name, seed=1, cost=0.0, noise=0.01, report=None, **config)
                  for t, nats in zip(targets, level)]
     (path / "heldout-00000010.json").write_text(json.dumps({
         "step": 10, "dtype": "float32", "loss": (targets * level).sum() / targets.sum(),
-        "bits_per_byte": 1.5, "documents": documents}))
+        "bits_per_byte": 1.5, "data": "data/x", "documents": documents}))
     return path
 
 
@@ -83,9 +86,9 @@ def edit(path, **changes):
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def command(*arguments):
+def command(*arguments, **options):
     words = [sys.executable, str(ROOT / "compare.py"), *map(str, arguments)]
-    return subprocess.run(words, capture_output=True, text=True)
+    return subprocess.run(words, capture_output=True, text=True, **options)
 
 
 # --- statistics
@@ -168,10 +171,15 @@ def test_coverage_of_both_intervals_is_near_nominal():
       "table_free": False}, "binary"),
     ({"input": "binary", "code_values": "pm1", "code_scale": "matched"},
      "binary pm1 scale matched"),
+    ({"input": "binary", "code_seed": 9, "code_width": 0}, "binary"),
+    ({"input": "binary", "code_seed": 9, "code_width": 48}, "binary code 9 width 48"),
+    ({"input": "random", "code_seed": 9, "code_width": 48}, "random code 9 width 48"),
+    ({"input": "learned", "input_std": 0.02}, "learned"),
+    ({"input": "learned", "input_std": 1.0}, "learned std 1"),
     ({"input": "binary", "lift": "interleave", "table_free": True},
      "binary interleave table-free")])
 def test_labels(config, name):
-    assert compare.label(config) == name
+    assert results.label(config) == name
 
 
 def test_comparison_of_known_runs(six_runs):
@@ -245,6 +253,7 @@ def test_refusals_name_the_field(six_runs, file, changes, named):
 def test_what_only_says_where_and_how_it_ran_may_differ(six_runs):
     edit(six_runs[-1] / "config.json", device="cuda", micro_batch=4, data="elsewhere", compile=True,
          parameters={}, preset=None, parallel="fsdp", keep_every=5)
+    edit(six_runs[-1] / "heldout-00000010.json", data="elsewhere")
     assert len(compare.compare_runs(six_runs)["groups"]) == 2
 
 
@@ -265,7 +274,7 @@ def test_gap_against_depth(tmp_path):
         compare.compare_runs(paths[:-2], by="n_layer")
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, None])  # None: as JSON has it
 @pytest.mark.parametrize("where", ["loss", "bits_per_byte", "nats"])
 def test_a_held_out_score_that_is_not_finite_is_refused(six_runs, where, bad):
     path = six_runs[4] / "heldout-00000010.json"
@@ -293,11 +302,11 @@ def test_a_curve_that_is_not_finite_is_left_out_of_the_file(six_runs, tmp_path, 
 
 
 @pytest.mark.parametrize("field", ["n_layers", "parameters", "code_report", "nonsense"])
-def test_by_is_a_field_that_can_be_shown(six_runs, tmp_path, field):
-    done = command(*six_runs, f"--by={field}", f"--out={tmp_path}/none")
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert f"--by={field}" in done.stderr and not (tmp_path / "none").exists()
-    assert ("n_layer?" in done.stderr) == (field == "n_layers")
+def test_by_is_a_field_that_can_be_shown(six_runs, tmp_path, field, monkeypatch, capsys):
+    assert ends(monkeypatch, capsys, *six_runs, f"--by={field}", f"--out={tmp_path}/none") == 2
+    said = capsys.readouterr().err
+    assert f"--by={field}" in said and said.count("\n") == 1 and not (tmp_path / "none").exists()
+    assert ("n_layer?" in said) == (field == "n_layers")
 
 
 def test_by_a_field_that_a_run_does_not_have_is_refused(six_runs):
@@ -314,6 +323,127 @@ def test_by_a_field_of_words(tmp_path):
     result = compare.compare_runs(paths, by="ffn")
     assert [g["name"] for g in result["groups"]][-1] == "binary, ffn swiglu"
     assert "gap" in figures.draw_runs(result, tmp_path)
+
+
+def test_scores_of_other_data_are_refused(six_runs):
+    """Documents of other data may have the same lengths, and be as many."""
+    for path in six_runs:
+        edit(path / "heldout-00000010.json", data_sha256="f" * 64)
+    assert len(compare.compare_runs(six_runs)["groups"]) == 2
+    edit(six_runs[4] / "heldout-00000010.json", data_sha256="0" * 64)
+    with pytest.raises(ValueError, match="binary-s2.* held-out score is of other data.*000000"):
+        compare.compare_runs(six_runs)
+
+
+def test_the_score_of_the_runs_own_data_is_taken(six_runs):
+    """Beside it may lie those of other data, dtypes and lengths, named by them."""
+    before = compare.compare_runs(six_runs)["groups"]
+    own = six_runs[4] / "heldout-00000010.json"
+    for name in ("heldout-00000010-bfloat16", "heldout-00000010-data01234567"):
+        (own.parent / f"{name}.json").write_text(own.read_text())
+        edit(own.parent / f"{name}.json", loss=9.0, dtype="bfloat16", data_sha256="0" * 64)
+    assert compare.compare_runs(six_runs)["groups"] == before
+    own.unlink()
+    (own.parent / "heldout-00000010-bfloat16.json").unlink()
+    with pytest.raises(ValueError, match=" 0 at its held-out score"):
+        compare.compare_runs(six_runs)
+
+
+def test_scores_of_data_named_by_path_are_of_the_same_data(six_runs, tmp_path):
+    """Held-out scores once named their data by path only."""
+    meta = {"format": 1, "sources": [], "tokenizer": {"sha256": "1" * 64},
+            "shards": [{"train": "a", "val": "b"}]}
+    for path in six_runs:
+        edit(path / "config.json", data_fingerprint=data_fingerprint(meta))
+    assert len(compare.compare_runs(six_runs)["groups"]) == 2
+    edit(six_runs[4] / "heldout-00000010.json", data=str(tmp_path / "moved"))
+    with pytest.raises(ValueError, match="binary-s2.*moved.*score it again"):
+        compare.compare_runs(six_runs)
+    (tmp_path / "moved").mkdir()
+    (tmp_path / "moved/meta.json").write_text(json.dumps(meta))
+    assert len(compare.compare_runs(six_runs)["groups"]) == 2
+    meta["shards"][0]["val"] = "c"
+    (tmp_path / "moved/meta.json").write_text(json.dumps(meta))
+    with pytest.raises(ValueError, match="binary-s2.* held-out score is of other data"):
+        compare.compare_runs(six_runs)
+
+
+def damage(path, how):
+    """Leave at path what a reader may find there."""
+    if how == "missing":
+        path.unlink()
+    elif how == "a directory":
+        path.unlink()
+        path.mkdir()
+    else:
+        path.write_bytes({"empty": b"", "cut": path.read_bytes()[:40], "a list": b"[1, 2]",
+                          "other keys": b'{"a": 1}', "a number": b"3", "latin-1": b'{"a": "\xe9"}',
+                          "a null": b"null", "wrong kinds": b'{"input": 3, "documents": 3, '
+                          b'"step": "x", "tokens_per_step": null, "max_targets": "9"}'}[how])
+
+
+@pytest.mark.parametrize("name", ["config.json", "log.jsonl", "heldout-00000010.json"])
+@pytest.mark.parametrize("how", ["missing", "a directory", "empty", "cut", "a list", "other keys",
+                                 "a number", "latin-1", "a null", "wrong kinds"])
+def test_every_damage_to_a_run_ends_in_one_line(six_runs, name, how, monkeypatch, capsys):
+    damage(six_runs[1] / name, how)
+    assert ends(monkeypatch, capsys, *six_runs) == 1
+    said = capsys.readouterr().err
+    assert str(six_runs[1]) in said and said.count("\n") == 1
+
+
+def environment(**changes):
+    return {**os.environ, **changes}
+
+
+def test_a_notebooks_back_end_does_not_matter(six_runs, tmp_path):
+    notebook = environment(MPLBACKEND="module://matplotlib_inline.backend_inline")
+    done = command(*six_runs, f"--out={tmp_path}/c", env=notebook)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "c/gap.png").exists()
+
+
+@pytest.mark.parametrize("locale", [dict(PYTHONIOENCODING="ascii"),
+                                    dict(LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")])
+def test_an_ascii_console_is_served(six_runs, tmp_path, locale):
+    """What it cannot show is replaced; files are UTF-8 all the same."""
+    done = command(*six_runs, f"--out={tmp_path}/c", env=environment(**locale))
+    assert done.returncode == 0, done.stderr
+    assert "?0." in done.stdout and "±0." in (tmp_path / "c/comparison.md").read_text("utf-8")
+
+
+def test_names_with_accents_are_read_in_any_locale(six_runs, tmp_path):
+    edit(six_runs[0] / "config.json", note="déjà vu")
+    text = (six_runs[0] / "config.json").read_text()
+    (six_runs[0] / "config.json").write_text(text.replace("\\u00e9", "é"), encoding="utf-8")
+    for path in six_runs[1:]:
+        edit(path / "config.json", note="déjà vu")
+    plain = environment(LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
+    done = command(*six_runs, f"--out={tmp_path}/c", env=plain)
+    assert done.returncode == 0, done.stderr
+
+
+def test_home_and_a_slash_at_the_end(six_runs, tmp_path):
+    runs = [f"~/{path.name}/" for path in six_runs]
+    home = environment(HOME=str(tmp_path))
+    done = command(*runs, "--out=~/figures/", env=home, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "figures/comparison.md").exists() and not (tmp_path / "~").exists()
+
+
+def test_a_file_in_the_way_is_told_before_the_work(six_runs, tmp_path, monkeypatch, capsys):
+    (tmp_path / "taken").write_text("mine")
+    assert ends(monkeypatch, capsys, *six_runs, f"--out={tmp_path}/taken") == 1
+    printed, said = capsys.readouterr()
+    assert printed == "" and said.count("\n") == 1 and "taken: a file is there" in said
+    assert (tmp_path / "taken").read_text() == "mine"
+
+
+def test_a_package_that_is_missing_is_named(six_runs, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert ends(monkeypatch, capsys, *six_runs, f"--out={tmp_path}/c") == 1
+    said = capsys.readouterr().err
+    assert "matplotlib" in said and "requirements.txt" in said and said.count("\n") == 1
 
 
 # --- what is written
@@ -344,6 +474,17 @@ def test_report_and_figures(tmp_path, six_runs, monkeypatch, capsys):
     assert difference in capsys.readouterr().out
     assert "1,771,200" in text and "60 validation documents" in text
     assert result["experiment"]["max_lr"] == 0.003
+
+
+def test_figures_of_wide_codes_leave_out_what_is_not_known(tmp_path):
+    reports = [FixedCodes(ModelConfig("binary", 300, n_embd=48, n_head=2, code_width=48)).report(),
+               FixedCodes(ModelConfig("random", 300, n_embd=36, n_head=2)).report()]
+    paths = [write_run(tmp_path, "learned")]
+    paths += [write_run(tmp_path, f"wide{i}", cost=0.1, input="binary", code_width=i, report=report)
+              for i, report in enumerate(reports)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert "codes" in figures.draw_runs(compare.compare_runs(paths), tmp_path)
 
 
 def test_one_seed_has_no_seed_interval(six_runs):
@@ -389,10 +530,9 @@ def test_an_input_has_the_same_colour_in_every_figure():
 def test_only_seeds_are_ticks(six_runs):
     """The ends of an interval are not marked as single seeds are."""
     group = compare.compare_runs(six_runs)["groups"][1]
-    figure = figures.draw_differences(plt, [group], figures.line_styles([group]), "learned")
+    figure = figures.draw_differences([group], figures.line_styles([group]), "learned")
     ticks = [line for line in figure.axes[0].lines if line.get_marker() == "|"]
     assert [list(line.get_xdata()) for line in ticks] == [group["differences"]]
-    plt.close(figure)
 
 
 def test_against_depth_each_label_has_its_line(tmp_path):
@@ -405,13 +545,12 @@ def test_against_depth_each_label_has_its_line(tmp_path):
     groups = compare.compare_runs(paths, by="n_layer")["groups"]
     styles = figures.line_styles(groups)
     gf2 = [g for g in groups if g["label"] != "learned"]
-    figure = figures.draw_gap(plt, gf2, styles, "learned", "n_layer")
+    figure = figures.draw_gap(gf2, styles, "learned", "n_layer")
     lines = [line for line in figure.axes[1].lines if len(line.get_xdata()) == 2
              and line.get_linestyle() != "None" and list(line.get_xdata()) == [2, 4]]
     assert len({(line.get_color(), line.get_linestyle()) for line in lines}) == 2
     words = [text.get_text() for text in figure.axes[1].get_legend().get_texts()]
     assert words == ["gf2 code 1", "gf2 code 2"]
-    plt.close(figure)
 
 
 # --- real runs, from the command line

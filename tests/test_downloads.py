@@ -6,6 +6,7 @@ huggingface_hub's.
 """
 
 import base64
+import errno
 import gzip
 import hashlib
 import http.server
@@ -37,6 +38,7 @@ from preparing import (
 import prepare
 from machinery import downloads
 from machinery.downloads import download
+from machinery.files import explain
 
 REVISION = "a" * 40
 FILE = "fineweb-edu-dedup/train-{:05d}-of-00234.parquet"
@@ -429,57 +431,65 @@ def test_hub_shards_and_tokenizer(hub, server, tokenizer_path, tmp_path):
     assert_one_line(missing, "train-00002-of-00234.parquet", "cannot be fetched")
 
 
-@pytest.mark.parametrize("revision", [
-    "refs/convert/parquet", "refs%2Fconvert%2Fparquet", "~parquet", "refs/pr/7", "v1.0"])
-def test_a_revision_may_be_a_path(revision, hub, server, tmp_path):
-    data = server.files["default/train/0.parquet"] = server.files[FILE.format(0)]
-    source = f"--source=hf://datasets/o/n@{revision}/default/train/0.parquet"
-    result = hub("--tokenizer=utf16", f"--out={tmp_path}/out", source)
-    assert result.returncode == 0, result.stderr
-    assert entries(tmp_path / "out")[0]["sha256"] == hashlib.sha256(data).hexdigest()
-    asked = {path for method, path, *_ in server.log if "resolve" in path}
-    assert not asked, "the whole path was taken for the revision"
-    revisions = {"~parquet": "refs/convert/parquet"}
-    wanted = revisions.get(revision, revision.replace("%2F", "/"))
-    assert server.revisions == {wanted.replace("/", "%2F")}
-    result = hub(f"--tokenizer=o/t@{revision}", f"--out={tmp_path}/few", source,
-                 "--max_documents=9")
-    assert result.returncode == 0, result.stderr
-    assert server.revisions == {wanted.replace("/", "%2F")}
+@pytest.mark.parametrize("name, parsed", [
+    ("hf://datasets/o/n@refs/convert/parquet/d/0.parquet", ("refs/convert/parquet", "d/0.parquet")),
+    ("hf://datasets/o/n@refs%2Fconvert%2Fparquet/d/0.txt", ("refs/convert/parquet", "d/0.txt")),
+    ("hf://datasets/o/n@~parquet/d/0.parquet", ("refs/convert/parquet", "d/0.parquet")),
+    ("hf://datasets/o/n@refs/pr/7/a.jsonl", ("refs/pr/7", "a.jsonl")),
+    ("hf://datasets/o/n@v1.0/refs/a.jsonl", ("v1.0", "refs/a.jsonl")),
+    ("hf://datasets/o/n@refs/heads/main/a.jsonl", ("refs", "heads/main/a.jsonl"))])
+def test_a_revision_may_be_a_path(name, parsed):
+    assert downloads.parse_hub_name(name) == ("dataset", "o/n", *parsed)
+    parsed_model = downloads.parse_hub_name(name.replace("datasets/", ""))
+    assert parsed_model == ("model", "o/n", *parsed)
 
 
-@pytest.mark.parametrize("keep", ["--keep_downloads", "--val_fraction=0"])
-def test_a_flipped_byte_in_a_file_of_the_hub_is_noticed(keep, hub, server, tokenizer_path,
-                                                        tmp_path):
-    """In the hub's cache, or in the folder that it filled."""
-    flags = "--shards=0:1", f"--tokenizer={tokenizer_path}", keep
-    if keep == "--keep_downloads":
-        assert hub(*flags, f"--out={tmp_path}/first").returncode == 0
-        [damaged] = [path for path in (tmp_path / "hf_home").rglob("blobs/*")
-                     if len(path.name) == 64]
-    else:
-        code = ("import sys\n"
-                "from machinery.downloads import fetch\n"
-                "print(fetch(sys.argv[1], sys.argv[2], keep=False))\n")
-        name = f"hf://datasets/o/n@{REVISION}/{FILE.format(0)}"
-        done = subprocess.run([sys.executable, "-c", code, name, tmp_path / "out/downloads"],
-                              cwd=ROOT, capture_output=True, text=True, env=hub.settings)
-        damaged = Path(done.stdout.strip())
-    data = bytearray(damaged.read_bytes())
+@pytest.mark.parametrize("name", ["hf://o/n/a.txt", "hf://datasets/o/n@v1", "hf://o@v1/a.txt"])
+def test_a_name_of_no_file_of_the_hub_is_refused(name):
+    with pytest.raises(ValueError, match="expected hf://"):
+        downloads.parse_hub_name(name)
+
+
+def test_the_hub_is_asked_for_that_revision(hub, server, tmp_path):
+    data = server.files["d/0.parquet"] = server.files[FILE.format(0)]
+    flags = "--source=hf://datasets/o/n@~parquet/d/0.parquet", "--tokenizer=o/t@refs/convert/it"
+    for out, more in (("all", "--max_documents=9"), ("few", "--keep_downloads")):
+        result = hub(*flags, f"--out={tmp_path}/{out}", more)
+        assert result.returncode == 0, result.stderr
+    assert entries(tmp_path / "few")[0]["sha256"] == hashlib.sha256(data).hexdigest()
+    assert server.revisions == {"refs%2Fconvert%2Fparquet", "refs%2Fconvert%2Fit"}
+
+
+def flip_a_byte(path):
+    data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
-    damaged.write_bytes(data)
+    path.write_bytes(data)
+
+
+def test_a_flipped_byte_in_the_cache_of_the_hub_is_noticed(hub, tmp_path):
+    flags = "--shards=0:1", f"--tokenizer=o/t@{REVISION}", "--keep_downloads"
+    assert hub(*flags, f"--out={tmp_path}/first").returncode == 0
+    [link] = (tmp_path / "hf_home").rglob("*.parquet")
+    flip_a_byte(link.resolve())
     result = hub(*flags, f"--out={tmp_path}/out")
     assert_one_line(result, "hash", FILE.format(0))
     assert not final_names(tmp_path / "out")
-
-
-def test_a_flipped_byte_in_the_tokenizer_of_the_hub_is_noticed(hub, tmp_path):
-    flags = "--shards=0:1", f"--tokenizer=o/t@{REVISION}"
-    assert hub(*flags, f"--out={tmp_path}/first").returncode == 0
     [link] = (tmp_path / "hf_home").rglob("tokenizer.json")
-    damaged = link.resolve()
-    damaged.write_bytes(damaged.read_bytes().replace(b"a", b"b", 1))
-    assert_one_line(hub(*flags, f"--out={tmp_path}/out"), "hash", "tokenizer.json")
+    flip_a_byte(link.resolve())
+    assert_one_line(hub(*flags, f"--out={tmp_path}/other"), "hash", "tokenizer.json")
+
+
+def test_a_flipped_byte_in_a_folder_that_the_hub_filled_is_noticed(hub, tokenizer_path, tmp_path):
+    code = ("import sys\n"
+            "from machinery.downloads import fetch\n"
+            "print(fetch(sys.argv[1], sys.argv[2], keep=False))\n")
+    name = f"hf://datasets/o/n@{REVISION}/{FILE.format(0)}"
+    done = subprocess.run([sys.executable, "-c", code, name, tmp_path / "out/downloads"],
+                          cwd=ROOT, capture_output=True, text=True, env=hub.settings)
+    flip_a_byte(Path(done.stdout.strip()))
+    result = hub("--shards=0:1", f"--tokenizer={tokenizer_path}", f"--out={tmp_path}/out")
+    assert_one_line(result, "hash", FILE.format(0))
+    assert not final_names(tmp_path / "out")
 
 
 def test_another_revision_of_the_corpus_is_refused(hub, tokenizer_path, tmp_path):
@@ -504,6 +514,19 @@ def test_max_documents_reads_only_the_row_groups_it_needs(hub, server, tokenizer
             first, last = re.fullmatch(r"bytes=(\d+)-(\d+)", wanted).groups()
             read += min(int(last), size - 1) - int(first) + 1
     assert 0 < read < size / 2, f"{read:,} of {size:,} bytes"
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.ENOSPC])
+def test_a_cache_that_cannot_be_written_is_told_as_such(number, tmp_path, monkeypatch):
+    import huggingface_hub
+
+    def failing(**unused):
+        raise OSError(number, os.strerror(number), "/home/nobody/.cache")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", failing)
+    with pytest.raises(OSError) as error:
+        downloads.fetch("hf://datasets/o/n@v1/a.txt", tmp_path, keep=True)
+    assert f"/home/nobody/.cache: {os.strerror(number)}" in explain(error.value)
 
 
 def test_a_hub_that_is_away_is_one_line(tmp_path):

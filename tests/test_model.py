@@ -13,6 +13,7 @@ from codes import FIXED, binary_codes, draw_recoding, recode
 from kernels import attend
 from machinery.checkpoints import load_model, read_checkpoint
 from machinery.costs import count_parameters, flops_per_target
+from machinery.huggingface import describe_table, make_input
 from machinery.runs import list_checkpoints
 from model import (
     INPUTS,
@@ -263,10 +264,70 @@ def test_code_facts_for_the_record():
     (dict(input="binary", code_scale="-1"), "a number above 0"),
     (dict(input="binary", lift="stack"), "tile or interleave"),
     (dict(input="tied", lift="interleave"), "no meaning"),
-    (dict(input="lowdim", n_embd=30), "n_bits=7")])
+    (dict(input="lowdim", n_embd=30), "n_bits=7"),
+    (dict(input="binary", code_width=6), "code_width=6: expected at least n_bits=7"),
+    (dict(input="random", code_width=-1), "code_width=-1: expected at least n_bits=7"),
+    (dict(input="binary", code_width=32), "a multiple of .* code_width=32; 32 would do"),
+    (dict(input="random", code_width=8), "a multiple of .* code_width=8; 24 or 32 would do"),
+    (dict(input="gf2", code_width=14), "no meaning for input=gf2, only for binary, random"),
+    (dict(input="learned", code_width=14), "no meaning for input=learned"),
+    (dict(input="binary", code_width=14, table_free=True), "code_width=14, table_free=True"),
+    (dict(input="binary", input_std=1.0), "only for learned, lowdim"),
+    (dict(input="tied", input_std=1.0), "no meaning for input=tied"),
+    (dict(input="learned", input_std=0.0), "input_std=0.0: expected a number above 0"),
+    (dict(input="learned", input_std=math.nan), "input_std=nan: expected a number above 0"),
+    (dict(input="lowdim", input_std=math.inf), "input_std=inf: expected a number above 0")])
 def test_options_without_meaning_are_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         ModelConfig(**{**TINY, **fields})
+
+
+@pytest.mark.parametrize("fields", [
+    dict(input="binary"), dict(input="binary", code_values="pm1", lift="interleave"),
+    dict(input="random"), dict(input="random", code_scale="matched"), dict(input="sinusoid"),
+    dict(input="lowdim")])
+def test_code_width_is_the_numbers_an_id_has(fields):
+    """Codes, vectors, copies, the matched norm, the count, a checkpoint, and an export and back."""
+    model, ids = small(n_embd=56, code_width=14, **fields), torch.arange(100)[None]
+    table = model.model.embed_tokens
+    x = vectors(model, ids)[0]
+    if fields["input"] == "lowdim":
+        numbers = table.weight.detach()
+        assert count_parameters(model)["input"] == 100 * 14
+    else:
+        numbers = table.values(table.codebook)
+        assert count_parameters(model)["input"] == 0 and table.codebook.shape == (100, 14)
+    if fields.get("lift") == "interleave":
+        assert torch.equal(x, numbers.repeat_interleave(4, 1))
+    else:
+        assert torch.equal(x, numbers.repeat(1, 4))
+    assert len(torch.unique(x, dim=0)) == 100
+    if fields.get("code_scale") == "matched":
+        assert x.square().sum(1).mean().item() == pytest.approx(0.02**2 * 56, rel=1e-5)
+    again = Decoder(model.config, seed=2)
+    again.load_state_dict(model.state_dict())
+    assert torch.equal(vectors(again, ids)[0], x)
+    made_of, _ = describe_table(model.config, table)
+    assert made_of["code_width"] == 14
+    back = make_input(model.config, made_of, x)
+    assert torch.equal(back(ids, torch.float32, None)[0], x)
+
+
+def test_code_width_of_ceil_log2_v_is_the_codes_themselves():
+    for input in ("binary", "random", "sinusoid"):
+        ids = torch.arange(100)[None]
+        wide, plain = small(input, code_width=7), small(input)
+        assert torch.equal(vectors(wide, ids), vectors(plain, ids))
+
+
+@pytest.mark.parametrize("input", ["learned", "lowdim"])
+def test_input_std_is_the_tables_at_the_start_and_nothing_elses(input):
+    first, wide = small(input), small(input, input_std=1.0)
+    weight = "model.embed_tokens.weight"
+    assert wide.state_dict()[weight].std().item() == pytest.approx(1, rel=0.1)
+    for name, p in wide.state_dict().items():
+        expected = first.state_dict()[name]
+        assert torch.allclose(p, 50 * expected) if name == weight else torch.equal(p, expected)
 
 
 # --- parts

@@ -25,12 +25,14 @@ import pyarrow.parquet as pq
 import pytest
 from preparing import (
     ROOT,
+    assert_is_line,
     assert_one_line,
     command,
     contents,
     decoded,
     descendants,
     documents,
+    end_of,
     entries,
     final_names,
     is_alive,
@@ -263,8 +265,8 @@ def test_a_truncated_parquet_file_keeps_the_shards_before_it(tmp_path, flags, pr
     clean = contents(prep("*.parquet", "--workers=2", out="clean"))
     whole = (tmp_path / "b.parquet").read_bytes()
     (tmp_path / "b.parquet").write_bytes(whole[:-8])
-    result = command(*flags(), "--workers=2")
-    assert_one_line(result, "b.parquet", f"{len(whole) - 8:,} bytes", "run again")
+    told = end_of(*flags(), "--workers=2")
+    assert_is_line(told, "b.parquet", f"{len(whole) - 8:,} bytes", "run again")
     assert [bool(entry) for entry in entries(tmp_path / "out")] == [True, False, False]
     with pytest.raises(ValueError, match="2 of 3 source files are not done"):
         open_shards(tmp_path / "out", "train")
@@ -381,15 +383,11 @@ def test_a_document_takes_a_few_times_its_size(tmp_path, flags):
 
 # Split
 
-def test_split_depends_on_seed_and_id_alone(tmp_path, flags, prep):
+def test_split_depends_on_seed_and_id_alone(tmp_path, prep):
     texts = texts_of(400)
     parquet(tmp_path / "a.parquet", texts[:200], ids="a")
     parquet(tmp_path / "b.parquet", texts[200:], ids="b")
-    for workers, seed in ((1, "1"), (3, "2")):
-        asked = flags("[ab].parquet", out=workers, val_fraction=0.1)
-        assert command(*asked, f"--workers={workers}", PYTHONHASHSEED=seed).returncode == 0
-    assert contents(tmp_path / "1") == contents(tmp_path / "3")
-    held = sorted(decoded(tmp_path / "1", "val"))
+    held = sorted(decoded(prep("[ab].parquet", out="ab", val_fraction=0.1), "val"))
     ids = [f"a{i}" for i in range(200)] + [f"b{i}" for i in range(200)]
     table = pa.table({"text": texts[::-1], "id": ids[::-1]})
     pq.write_table(table, tmp_path / "reversed.parquet")
@@ -528,9 +526,14 @@ def test_killed_at_any_moment_and_run_again(tmp_path, flags):
     assert contents(tmp_path / "out") == contents(tmp_path / "clean") and cut
 
 
-def test_workers_do_not_outlive_a_killed_run(tmp_path, flags):
-    parquet(tmp_path / "a.parquet", texts_of(60_000, words=300))
-    process = spawn(*flags(), "--workers=2")
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """A source that takes seconds."""
+    return parquet(tmp_path_factory.mktemp("large") / "a.parquet", texts_of(60_000, words=300))
+
+
+def test_workers_do_not_outlive_a_killed_run(large, tmp_path, flags):
+    process = spawn(*flags(), f"--source={large}", "--workers=2")
     deadline = time.monotonic() + 20
     # two of the descendants are Python's own
     while not list(tmp_path.glob("out/train/*.tmp")) or len(descendants(process.pid)) < 4:
@@ -542,6 +545,20 @@ def test_workers_do_not_outlive_a_killed_run(tmp_path, flags):
     while any(map(is_alive, workers)):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_a_worker_that_dies_is_one_line_and_the_next_run_completes(tmp_path, flags, prep):
+    parquet(tmp_path / "a.parquet", texts_of(20_000, words=300))
+    clean = contents(prep(out="clean"))
+    process = spawn(*flags(), "--workers=2", stderr=subprocess.PIPE)
+    while not is_at_work(process, tmp_path / "out"):
+        assert process.poll() is None
+        time.sleep(0.01)
+    os.kill(max(map(int, descendants(process.pid))), signal.SIGKILL)  # the youngest is a worker
+    errors = process.communicate(timeout=20)[1]
+    assert_is_line(errors[:-1], "a worker died")
+    assert process.returncode == 1 and not final_names(tmp_path / "out")
+    assert contents(prep("*.parquet", "--workers=2")) == clean
 
 
 def has_started(process, out):
@@ -557,22 +574,22 @@ def is_at_work(process, out):
 
 
 @pytest.mark.parametrize("moment", [has_started, starts_workers, is_at_work])
-def test_interrupt_is_one_line(moment, tmp_path, flags):
-    parquet(tmp_path / "a.parquet", texts_of(60_000, words=300))
-    process = spawn(*flags(), "--workers=2", stderr=subprocess.PIPE, start_new_session=True)
+def test_interrupt_is_one_line(moment, large, tmp_path, flags):
+    process = spawn(*flags(), f"--source={large}", "--workers=2", stderr=subprocess.PIPE,
+                    start_new_session=True)
     while not moment(process, tmp_path / "out"):
         assert process.poll() is None
         time.sleep(0.01)
     time.sleep(0.05)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the workers too
     errors = process.communicate(timeout=20)[1]
-    assert errors == INTERRUPTED and process.returncode == 1
+    assert errors == INTERRUPTED and process.returncode == 130
 
 
 @pytest.mark.parametrize("seconds", [0.005, 0.05])
-def test_interrupted_twice_it_still_ends(seconds, tmp_path, flags):
-    parquet(tmp_path / "a.parquet", texts_of(60_000, words=300))
-    process = spawn(*flags(), "--workers=2", stderr=subprocess.PIPE, start_new_session=True)
+def test_interrupted_twice_it_still_ends(seconds, large, tmp_path, flags):
+    process = spawn(*flags(), f"--source={large}", "--workers=2", stderr=subprocess.PIPE,
+                    start_new_session=True)
     while not is_at_work(process, tmp_path / "out"):
         assert process.poll() is None
         time.sleep(0.01)
@@ -584,7 +601,7 @@ def test_interrupted_twice_it_still_ends(seconds, tmp_path, flags):
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         raise
-    assert errors == INTERRUPTED and process.returncode == 1
+    assert errors == INTERRUPTED and process.returncode == 130
 
 
 def test_two_runs_at_once_in_one_directory_are_refused(tmp_path, prep):
@@ -672,6 +689,9 @@ def test_check_knows_the_tokenizer(prepared, prep):
     flip(prepared / "tokenizer.json", 5)
     with pytest.raises(SystemExit, match="tokenizer.json: its sha256"):
         run(f"--check={prepared}")
+    (prepared / "tokenizer.json").unlink()
+    with pytest.raises(SystemExit, match="tokenizer.json: missing"):
+        run(f"--check={prepared}")
     prep(val_fraction=0.2)
     assert contents(prepared) == before
 
@@ -684,20 +704,20 @@ def test_what_a_killed_run_left_under_a_final_name_goes(tmp_path, prep):
     assert not list((prep() / "val").iterdir())
 
 
-def test_check_as_a_command(prepared):
-    good = command(f"--check={prepared}", "--stats")
-    assert good.returncode == 0 and "3 shards are what meta.json says" in good.stdout
-    assert "tokens in a document" in good.stdout
+def test_check_as_a_command(prepared, capsys):
+    assert end_of(f"--check={prepared}", "--stats") == ""
+    told = capsys.readouterr().out
+    assert "3 shards are what meta.json says" in told and "tokens in a document" in told
     totals = []
     for split in SPLITS:
         for key in ("documents", "tokens"):
             totals.append(str(sum(entry[split][key] for entry in entries(prepared))))
-    assert re.search(r"^all\s+" + r"\s+".join(totals), good.stdout.replace(",", ""), re.M)
+    assert re.search(r"^all\s+" + r"\s+".join(totals), told.replace(",", ""), re.M)
     for number in (0, 2):
         flip(prepared / f"train/{number:05d}.bin")
     bad = command(f"--check={prepared}")
     assert bad.returncode == 1 and re.findall(r"shard (\d+):", bad.stderr) == ["00000", "00002"]
-    assert command("--check=nowhere").returncode == 1
+    assert_is_line(end_of("--check=nowhere"), "no prepared data")
 
 
 def test_stats_count_eligible_documents_and_tokens(tmp_path, capsys, prep):
@@ -724,7 +744,8 @@ def test_reader_needs_no_network_library(prepared):
     assert subprocess.run([sys.executable, "-c", code, prepared], cwd=ROOT).returncode == 0
 
 
-def test_reader_checks_sizes_and_the_index(prepared):
+def test_reader_checks_sizes_and_the_index(prepared, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     tokens, starts = open_shards(prepared, "train")[0].map()
     assert tokens.dtype == np.uint16 and starts.dtype == np.int64 and not tokens.flags.writeable
     os.truncate(prepared / "val/00002.bin", 4)
@@ -736,8 +757,13 @@ def test_reader_checks_sizes_and_the_index(prepared):
     index.tofile(prepared / "train/00000.idx")
     with pytest.raises(ValueError, match="index does not belong"):
         open_shards(prepared, "train")[0].map()
-    with pytest.raises(FileNotFoundError, match="no prepared data"):
-        read_meta(prepared / "train")
+    for name, advice in (("data/stdlib", "run python prepare.py (or"),
+                         ("data/fineweb-edu", "prepare.py --source=fineweb-edu --shards=0:10 (or"),
+                         ("x/fineweb-edu", "=fineweb-edu --shards=0:10 --out=x/fineweb-edu (or"),
+                         ("x/mine", "prepare.py --out=x/mine, with --source=FILES unless")):
+        with pytest.raises(FileNotFoundError, match="no prepared data") as error:
+            read_meta(name)
+        assert advice in str(error.value)
     (prepared / "meta.json").write_text('{"format": 9}')
     with pytest.raises(ValueError, match="format 9; expected 1"):
         read_meta(prepared)

@@ -12,10 +12,12 @@ import pyarrow.parquet as pq
 import pytest
 from preparing import (
     ROOT,
+    assert_is_line,
     assert_one_line,
     command,
     contents,
     decoded,
+    end_of,
     entries,
     final_names,
     parquet,
@@ -24,7 +26,7 @@ from preparing import (
 )
 
 import prepare
-from machinery import files, sources, workers
+from machinery import errors, files, sources, workers
 
 # What ends a command
 
@@ -80,6 +82,18 @@ def meta_is_garbled(folder):
     (folder / "out/meta.json").write_text("{")
 
 
+def meta_lacks_most(folder):
+    parquet(folder / "a.parquet", ["a"])
+    (folder / "out").mkdir()
+    (folder / "out/meta.json").write_text('{"format": 1}')
+
+
+def meta_lacks_some(folder):
+    meta_lacks_most(folder)
+    (folder / "out/meta.json").write_text(
+        '{"format": 1, "sources": ["a"], "shards": [null], "tokenizer": {"name": "x"}}')
+
+
 def meta_is_a_folder(folder):
     parquet(folder / "a.parquet", ["a"])
     (folder / "out/meta.json").mkdir(parents=True)
@@ -102,14 +116,15 @@ def bad_tokenizer(folder):
     (a_folder, ["no such file"]),
     (out_is_a_file, ["out"]),
     (meta_is_garbled, ["out/meta.json", "unreadable"]),
+    (meta_lacks_most, ["out/meta.json", "unreadable"]),
+    (meta_lacks_some, ["prepared differently", "choose another --out"]),
     (meta_is_a_folder, ["out/meta.json"]),
     (bad_tokenizer, ["tokenizer.json: not a tokenizer.json"])])
 def test_each_cause_ends_in_one_line(cause, parts, tmp_path, flags):
     cause(tmp_path)
     has_tokenizer = (tmp_path / "tokenizer.json").exists()
     tokenizer = tmp_path / "tokenizer.json" if has_tokenizer else "utf16"
-    result = command(*flags("a.parquet", tokenizer=tokenizer))
-    assert_one_line(result, *parts)
+    assert_is_line(end_of(*flags("a.parquet", tokenizer=tokenizer)), *parts)
     assert not final_names(tmp_path / "out")
 
 
@@ -131,7 +146,7 @@ def test_a_failed_read_is_not_damage(error, part, tmp_path, monkeypatch, prep):
         patch.setitem(sources.READERS, ".parquet", failing)
         with pytest.raises((OSError, MemoryError)) as told:
             prep(out="other")
-        line = files.explain(told.value)
+        line = errors.explain(told.value)
         assert part in line and "a.parquet" in line and "replace" not in line and "\n" not in line
     with monkeypatch.context() as patch:
         patch.setattr("machinery.shards.Shard.verify", lambda shard: fail(error))
@@ -149,13 +164,25 @@ def fail(error):
 
 # Names
 
-def test_a_tilde_is_the_home(tmp_path, tokenizer_path):
+def test_a_tilde_is_the_home(tmp_path, tokenizer_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
     parquet(tmp_path / "a.parquet", ["a"])
     (tmp_path / "t.json").write_bytes(Path(tokenizer_path).read_bytes())
-    result = command("--source=~/*.parquet", "--tokenizer=~/t.json", "--out=~/made/a",
-                     HOME=str(tmp_path))
-    assert result.returncode == 0 and (tmp_path / "made/a/meta.json").exists(), result.stderr
-    assert command("--check=~/made/a", HOME=str(tmp_path)).returncode == 0
+    assert not end_of("--source=~/*.parquet", "--tokenizer=~/t.json", "--out=~/made/a")
+    assert (tmp_path / "made/a/meta.json").exists()
+    assert not end_of("--check=~/made/a")
+    assert not end_of("--join", "~/made/a", "--out=~/made/b")
+
+
+def test_a_tokenizer_is_known_by_its_sha256(tmp_path, tokenizer_path, prep):
+    parquet(tmp_path / "a.parquet", texts_of(9))
+    before = contents(prep())
+    data = Path(tokenizer_path).read_bytes()
+    (tmp_path / "same.json").write_bytes(data)
+    assert contents(prep(tokenizer=tmp_path / "same.json")) == before
+    (tmp_path / "other.json").write_bytes(data + b" ")
+    with pytest.raises(ValueError, match="tokenizer sha256"):
+        prep(tokenizer=tmp_path / "other.json")
 
 
 @pytest.mark.parametrize("source, out", [
@@ -171,17 +198,15 @@ def test_the_default_directory_is_named_by_the_source(source, out, monkeypatch):
 @pytest.mark.parametrize("name", [b"caf\xe9.parquet", b"[x] 'y' \n.parquet", "漢.jsonl".encode()])
 def test_a_source_may_have_any_name(name, tmp_path, flags):
     """Such as one that is not UTF-8: os.fsdecode gives it a place in str."""
-    path = os.fsencode(tmp_path) + b"/" + name
-    if name.endswith(b".jsonl"):
-        Path(os.fsdecode(path)).write_text('{"text": "one"}\n')
+    name = os.fsdecode(name)
+    if name.endswith(".jsonl"):
+        (tmp_path / name).write_text('{"text": "one"}\n')
     else:
-        parquet(tmp_path / "a.parquet", ["one"]).rename(os.fsdecode(path))
-    result = command(*flags(os.fsdecode(name)), PYTHONIOENCODING="ascii")
-    assert result.returncode == 0, result.stderr
+        parquet(tmp_path / "a.parquet", ["one"]).rename(tmp_path / name)
+    assert end_of(*flags(name)) == end_of(*flags(name)) == "", "found again by its name"
     assert decoded(tmp_path / "out") == ["one"]
-    assert command(*flags(os.fsdecode(name))).returncode == 0, "found again by its name"
-    Path(os.fsdecode(path)).write_bytes(b"damaged")
-    assert_one_line(command(*flags(os.fsdecode(name), out="x"), PYTHONIOENCODING="ascii"))
+    (tmp_path / name).write_bytes(b"damaged")
+    assert_is_line(end_of(*flags(name, out="x")), name.split()[0])
 
 
 # Text
@@ -212,8 +237,8 @@ def test_a_console_of_ascii_takes_any_name(tmp_path, flags):
     parquet(tmp_path / "a.parquet", ["one"])
     result = command(*flags(out="été"), PYTHONIOENCODING="ascii")
     assert result.returncode == 0 and "?t?" in result.stdout, result.stderr
-    result = command(*flags("nö.parquet"), PYTHONIOENCODING="ascii")
-    assert_one_line(result, "no such file")
+    (tmp_path / "b\udce9.parquet").write_bytes(b"damaged")
+    assert_one_line(command(*flags(out="x"), PYTHONIOENCODING="ascii"), "b?.parquet")
 
 
 # The machine
@@ -301,8 +326,8 @@ def test_a_stopped_run_knows_what_is_done(n_done, tmp_path, monkeypatch, prep):
         prep()
     done = [bool(entry) for entry in entries(tmp_path / "out")]
     assert done == [number < n_done for number in range(5)]
-    with open(tmp_path / "out/shards.jsonl", "a") as file:
-        file.write('[4, {"source": "cut off')
+    with open(tmp_path / "out/shards.jsonl", "ab") as file:
+        file.write(b'\xff garbled\n[4, {"source": "cut off')
     made = (tmp_path / "out/train/00000.bin").stat().st_mtime_ns
     path.write_bytes(good)
     assert contents(prep()) == clean
@@ -361,3 +386,12 @@ def test_what_is_no_part_is_refused(parts, tmp_path, prep):
     refuse("1 source files to do", "part-1", "undone")
     with pytest.raises(ValueError, match="there is prepared data"):
         parts("part-1", out="whole")
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.ENOSPC])
+def test_a_place_that_cannot_be_written_is_one_line(number, tmp_path, monkeypatch, flags, capsys):
+    parquet(tmp_path / "a.parquet", ["a"])
+    monkeypatch.setattr("filelock.FileLock.acquire",
+                        lambda lock: fail(OSError(number, "no", lock.lock_file)))
+    assert_is_line(end_of(*flags()), "out", os.strerror(number))
+    assert not capsys.readouterr().err

@@ -31,6 +31,7 @@ from training import (
 import train
 from machinery import checkpoints, runs, settings, sweep
 from machinery.checkpoints import read_checkpoint
+from machinery.files import sha256_of
 from machinery.runs import list_checkpoints
 from model import Decoder, ModelConfig
 
@@ -107,7 +108,9 @@ def test_resume_with_another_experiment_lists_the_fields(data_dir, straight, spo
     with pytest.raises(ValueError, match="input binary -> gf2"):
         run_here(monkeypatch, data_dir, straight, resume=True, input="gf2")
     meta = json.loads((spoiled / "meta.json").read_text())
-    meta["tokenizer"]["sha256"] = "0" * 64
+    with open(spoiled / "tokenizer.json", "a") as tokenizer:
+        tokenizer.write("\n")
+    meta["tokenizer"]["sha256"] = sha256_of(spoiled / "tokenizer.json")
     (spoiled / "meta.json").write_text(json.dumps(meta))
     with pytest.raises(ValueError, match="data_fingerprint"):
         run_here(monkeypatch, spoiled, straight, resume=True)
@@ -239,9 +242,8 @@ def test_a_full_disk_costs_a_log_row_and_no_half_row(tmp_path):
 def test_two_runs_cannot_share_a_directory(data_dir, forks, tmp_path):
     out = tmp_path / "run"
     held = runs.claim_run(out)
-    expected = f"{out} is in use by another run; wait for it or give another --out"
-    assert forks.refused(flags(data_dir, out)) == f"train.py: {expected}\n"
-    held.close()
+    assert f"{out}: another run is at work here" in forks.refused(flags(data_dir, out))
+    del held
     assert forks.run(flags(data_dir, out, max_targets=512)) == [0]
     before = list_checkpoints(out)[0].read_bytes()
     assert "--resume continues it" in forks.refused(flags(data_dir, out))  # one that is done
@@ -344,7 +346,7 @@ shards.Shard.map = map
     later = fault_at(9, "if os.environ['RANK'] == '1': raise OSError(5, 'Input/output error')")
     codes = forks.run(flags(data_dir, tmp_path / "b", timeout=20), later, processes=2)
     assert codes == [1, 1]
-    assert "train.py: process 1: [Errno 5] Input/output error" in forks.stderr.read_text()
+    assert "train.py: process 1: Input/output error; " in forks.stderr.read_text()
 
 
 def test_what_is_said_is_there_at_once(data_dir, forks, tmp_path):
@@ -449,7 +451,59 @@ def test_any_flipped_byte_is_either_harmless_or_refused(straight, tmp_path):
     assert refused > 190  # all but the mark itself
 
 
+# --- many processes
+
+@pytest.mark.parametrize("changes, words", [
+    (dict(max_lr=0.001), "max_lr: 0.001 in 1, 0.003 in 1"), (dict(seed=2), "seed: 1 in 1, 2 in 1"),
+    (dict(save_every=7), "save_every: 5 in 1, 7 in 1"),
+    (dict(parallel="fsdp"), "parallel: ddp in 1, fsdp in 1")])
+def test_processes_of_unlike_flags_all_stop(data_dir, forks, tmp_path, changes, words):
+    forks.stdout.write_text("")
+    forks.stderr.write_text("")
+    env = forks.environment(2)
+    pids = [forks.start(flags(data_dir, tmp_path / "run", **(changes if rank else {})),
+                        RANK=str(rank), LOCAL_RANK=str(rank), **env) for rank in (0, 1)]
+    assert [forks.wait(pid) for pid in pids] == [1, 1]
+    line = forks.stderr.read_text()
+    assert line.count("\n") == 1 and words in line and not (tmp_path / "run").exists()
+
+
+def test_processes_of_unlike_code_or_data_all_stop(data_dir, spoiled, forks, tmp_path):
+    other = "import machinery.runs as r\nif os.environ['RANK'] == '1': "
+    fault = other + "r.code_fingerprint = lambda: 'other'"
+    line = forks.refused(flags(data_dir, tmp_path / "a"), fault, processes=2)
+    assert "differ in code: " in line and "other in 1" in line
+    fault = other + "r.data_fingerprint = lambda meta: 'other'"
+    line = forks.refused(flags(data_dir, tmp_path / "b"), fault, processes=2)
+    assert "differ in data_fingerprint: " in line
+
+
+def test_a_sweep_under_torchrun_is_refused_in_one_line(data_dir, forks, tmp_path):
+    argv = [*flags(data_dir, tmp_path / "run"), "--sweep=seed=1,2"]
+    line = forks.refused(argv, processes=2)
+    assert "leave torchrun out" in line and not (tmp_path / "run").exists()
+
+
 # --- sweeps
+
+def test_a_sweeps_directories_are_named_after_what_names_a_path(data_dir, tmp_path, monkeypatch):
+    args = settings.parse_args(train.PRESETS, None, [
+        "--preset=smoke", f"--out={tmp_path}", f"--sweep=data={data_dir},~/b/;seed=1"])
+
+    def parse(argv):
+        return settings.parse_args(train.PRESETS, None, argv)
+
+    plan = sweep.plan_runs(args, [], parse)
+    assert [out.name for out in plan] == ["data=data,seed=1", "data=b,seed=1"]
+    assert [run.data for _, run in plan.values()] == [str(data_dir), os.path.expanduser("~/b/")]
+    args.sweep = ["data=a/x,b/x"]
+    with pytest.raises(ValueError, match="two runs would be .*data=x"):
+        sweep.plan_runs(args, [], parse)
+    args.sweep = ["data=" + "a" * 300]
+    with pytest.raises(ValueError, match="letters are too many"):
+        sweep.plan_runs(args, [], parse)
+    assert parse(["--preset=smoke", "--out=~/runs/a"]).out == os.path.expanduser("~/runs/a")
+
 
 def test_sweep_grammar():
     grid = [{"input": i, "seed": s} for i in ("binary", "gf2") for s in "12"]
@@ -528,14 +582,15 @@ def test_a_signal_to_a_sweep_is_passed_on_and_its_save_waited_for(data_dir, fork
     ("--nonsense=1", "unrecognized arguments: --nonsense"), ("--input=onehot", "onehot"),
     ("--n_embd=40", "36 or 72 would do"), ("--dtype=float16", "invalid choice"),
     ("--tokens_per_step=500", "multiple of block_size x streams = 64"),
-    ("--micro_batch=0", "1 or more"), ("--keep=0", "1 or more"), ("--device=mps", "expected cpu"),
+    ("--micro_batch=0", "1 or more"), ("--keep=0", "1 or more"), ("--device=mps", "sees 0 mps"),
     ("--warmup_steps=999 --decay_steps=10", "at most decay_steps=10"),
     ("--max_targets=1.5", "max_targets"), ("--max_targets=inf", "max_targets"),
     ("--min_lr=1", "min_lr <= max_lr"), ("--max_lr=inf", "max_lr=inf"), ("--max_lr=nan", "max_lr"),
     ("--targets_per_second=nan", "targets_per_second=nan"), ("--timeout=1e9", "timeout"),
     (f"--timeout={10**9}", "timeout=1000000000: expected at most"), ("--seed=-1", "0 or more"),
-    (f"--seed={2**64}", "expected at most 18446744073709551615"), ("--device=cuda", "no CUDA"),
-    ("--device=cpu:1", "expected cpu"), ("--device=", "expected cpu"),
+    (f"--seed={2**64}", "expected at most 18446744073709551615"), ("--device=cuda", "sees 0 cuda"),
+    ("--device=cpu:1", "sees 1 cpu"), ("--device=", "expected auto, cpu"),
+    ("--device=cuda:x", "expected auto, cpu"), ("--device=xpu", "expected auto, cpu"),
     ("--input=gf2 --code_seed=-1", "code_seed=-1: expected 0"),
     (f"--input=random --code_seed={2**32}", "code_seed=4294967296: expected 0"),
     ("--input=gf2 --code_offset=zz", "code_offset=zz"),
@@ -555,11 +610,74 @@ def test_wrong_flags(data_dir, tmp_path, monkeypatch, capsys, argv, message):
 @pytest.mark.parametrize("changes, message", [
     (dict(vocab_size=400), "vocab_size=400, but .* has 300; give --vocab_size=300"),
     (dict(block_size=2048, tokens_per_step=8192, micro_batch=2), "no document has more"),
-    (dict(micro_batch=3), "do not divide")])
+    (dict(micro_batch=3), "do not divide by 1 processes x micro_batch 3; --micro_batch=2 would do"),
+    (dict(micro_batch=5, tokens_per_step=64 * 7, windows_per_visit=7), "--micro_batch=2 would do"),
+    (dict(vocab_size=4000, n_embd=24),
+     "give another --data, or --vocab_size=300 with other sizes: n_embd")])
 def test_flags_that_do_not_fit_the_data(data_dir, tmp_path, monkeypatch, changes, message):
     with pytest.raises(ValueError, match=message):
         run_here(monkeypatch, data_dir, tmp_path / "out", **changes)
     assert not (tmp_path / "out").exists()
+
+
+def test_advice_on_what_divides_is_right(data_dir, tmp_path, monkeypatch):
+    """The command that the message gives runs."""
+    run_here(monkeypatch, data_dir, tmp_path / "a", micro_batch=2, max_targets=512)
+    args = settings.parse_args(train.PRESETS, None, ["--preset=smoke", "--micro_batch=3"])
+    with pytest.raises(ValueError, match="--tokens_per_step=(.*) would do") as refused:
+        settings.with_micro_batch(args, world_size=3)
+    advice = str(refused.value).split("; ")[1].split(" would")[0]
+    args = settings.parse_args(train.PRESETS, None, ["--preset=smoke", "--micro_batch=3", advice])
+    assert settings.with_micro_batch(args, world_size=3).micro_batch == 3
+
+
+CAUSES = {
+    "no memory": ("raise RuntimeError(\"DefaultCPUAllocator: can't allocate memory: 9 bytes\")",
+                  "not enough memory", "--micro_batch"),
+    "no GPU memory": ("raise __import__('torch').OutOfMemoryError('CUDA out of memory. Tried')",
+                      "not enough memory", "--checkpoint_activations=block"),
+    "no memory for Python": ("raise MemoryError", "not enough memory", "run the same command"),
+    "a process is lost": ("raise RuntimeError('Connection closed by peer [127.0.0.1]')",
+                          "another process is lost", "--resume"),
+    "the disk": ("raise OSError(5, 'Input/output error', '/data/train/00000.bin')",
+                 "/data/train/00000.bin", "run the same command"),
+    "no compiler": ("from torch._inductor.exc import InvalidCxxCompiler; "
+                    "raise InvalidCxxCompiler", "--compile", "leave it out"),
+}
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+def test_what_ends_a_run_is_one_line_with_advice(data_dir, forks, tmp_path, cause):
+    fault, words, advice = CAUSES[cause]
+    line = forks.refused(flags(data_dir, tmp_path / "run"), fault_at(5, fault))
+    assert words in line and advice in line
+
+
+def test_a_mistake_of_ours_keeps_its_traceback(data_dir, forks, tmp_path):
+    argv = flags(data_dir, tmp_path / "run")
+    assert forks.run(argv, fault_at(5, "raise KeyError('ours')")) == [1]
+    assert "Traceback" in forks.stderr.read_text() and "KeyError: 'ours'" in forks.output()
+
+
+@pytest.mark.parametrize("file, content, words", [
+    ("meta.json", b"{", "format unreadable"), ("meta.json", b"[]", "format unreadable"),
+    ("tokenizer.json", b"{", "its sha256 is not the one in meta.json")])
+def test_what_is_not_prepared_data_is_told(spoiled, forks, tmp_path, file, content, words):
+    (spoiled / file).write_bytes(content)
+    assert words in forks.refused(flags(spoiled, tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_log_and_checkpoints_that_are_none_are_told(data_dir, straight, forks, tmp_path):
+    """Rows that a crash has left in pieces are dropped; another program's file is no run."""
+    out = Path(shutil.copytree(straight, tmp_path / "run"))
+    with open(out / "log.jsonl", "ab") as log:
+        log.write(b'\0\0\0}\n{"step": 21, "loss"}\n[1]}\n')
+    assert forks.run(flags(data_dir, out, keep=10, resume=True)) == [0], forks.output()
+    assert_same_run(straight, out)
+    checkpoints.save_checkpoint(tmp_path / "run", 20, keep=1, model={})
+    line = forks.refused(flags(data_dir, out, resume=True))
+    assert "not a checkpoint of a training run" in line
 
 
 def test_no_data(forks, tmp_path):

@@ -17,6 +17,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from training import (
     ROOT,
     TINY,  # noqa: F401  of other test files
@@ -34,9 +36,10 @@ from training import (
     values,
 )
 
+import prepare
 import train
 from codes import FIXED
-from machinery import settings
+from machinery import machine, reports, settings
 from machinery.checkpoints import load_model, read_checkpoint
 from machinery.costs import count_parameters
 from machinery.runs import list_checkpoints
@@ -265,6 +268,35 @@ def test_a_stream_keeps_one_shard_mapped(data_dir):
     assert len(visited) == 3
 
 
+def test_no_float64_on_the_models_device(monkeypatch):
+    """Apple's GPUs have none: the evaluation and what watches over an update do without."""
+    class Refuse(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            for tensor in tree_leaves(result):
+                if isinstance(tensor, torch.Tensor) and tensor.device.type == "meta":
+                    assert tensor.dtype != torch.float64, func
+            return result
+
+    class Ones(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lm_head = torch.nn.Linear(4, 1, device="meta")
+
+        def forward(self, x, y):
+            return None, self.lm_head(x.unsqueeze(-1).expand(-1, -1, 4).float()).mean()
+
+    to_cpu = torch.Tensor.cpu
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda self: torch.ones(self.shape)
+                        if self.device.type == "meta" else to_cpu(self))
+    x, autocast = torch.zeros(5, 3, dtype=torch.int64), torch.autocast("cpu", enabled=False)
+    with Refuse():
+        assert train.evaluate(Ones(), x, x, 2, autocast) == 1.0
+        model, bad = Ones(), torch.zeros(3, device="meta")
+        optimizer = types.SimpleNamespace(step=lambda: None, zero_grad=lambda **_: None)
+        train.update(model, optimizer, (x.to("meta"), x.to("meta")), 2, autocast, 1, bad)
+
+
 def validation(data_dir, rank=0, world_size=1, **changes):
     values = dict(data=data_dir, block_size=32, eval_windows=5, micro_batch=8) | changes
     return train.load_validation(types.SimpleNamespace(**values), rank, world_size, print)
@@ -307,7 +339,7 @@ def test_from_a_loss_that_is_not_finite_on_no_update_changes_anything():
     """The optimizer skips it on the device; nobody waits to see whether it has to."""
     model = Decoder(ModelConfig(vocab_size=100, block_size=8, n_layer=1, n_head=1, n_embd=14,
                                 n_ffn=16))
-    optimizer, bad = train.build_optimizer(model, 0.1), torch.zeros(3, dtype=torch.float64)
+    optimizer, bad = train.build_optimizer(model, 0.1), torch.zeros(3)
     x = torch.arange(16).view(2, 8)
     plain, autocast = model.loss, torch.autocast("cpu", enabled=False)
     states = []
@@ -392,6 +424,95 @@ def test_the_readmes_new_interface_trains(data_dir, tmp_path):
     state = read_checkpoint(list_checkpoints(tmp_path / "out")[0])
     codes = state["model"]["model.embed_tokens.codebook"].int()
     assert codes.shape == (300, 9) and ((codes[1:] - codes[:-1]).abs().sum(1) == 1).all()
+
+
+# --- the first commands, on the machines that readers have
+
+def test_the_preset_is_the_papers_only_where_its_data_are_too(data_dir, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert settings.pick_preset(train.PRESETS, {}) == ("smoke", "there is no CUDA device")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    preset, why = settings.pick_preset(train.PRESETS, {})
+    assert preset == "smoke" and why.startswith("CUDA is present, but data/fineweb-edu is not")
+    preset, why = settings.pick_preset(train.PRESETS, {"data": str(data_dir)})
+    assert preset == "smoke" and "is not of the paper's vocabulary" in why
+    meta = json.loads((data_dir / "meta.json").read_text())
+    meta["tokenizer"]["vocab_size"] = 49_152
+    (tmp_path / "data" / "fineweb-edu").mkdir(parents=True)
+    (tmp_path / "data" / "fineweb-edu" / "meta.json").write_text(json.dumps(meta))
+    assert settings.pick_preset(train.PRESETS, {})[0] == "paper"
+    assert settings.pick_preset(train.PRESETS, {"preset": "smoke"}) == ("smoke", "--preset")
+
+
+@pytest.mark.parametrize("preset", train.PRESETS)
+def test_the_advice_on_missing_data_makes_data_of_the_presets_vocabulary(tmp_path, monkeypatch,
+                                                                         preset):
+    args = parse_args([f"--preset={preset}", "--device=cpu", f"--data={tmp_path}/new"])
+    with pytest.raises(FileNotFoundError, match="no prepared data here") as missing:
+        train.open_data(args, 0, 1, print)
+    command = str(missing.value).split("; run python ")[1].split(" (or")[0].split()
+    monkeypatch.setattr(sys, "argv", command)
+    wanted = prepare.parse_args()
+    sizes = {"train:3072": 3072, "utf16": 65_536, prepare.SMOLLM2: 49_152}
+    assert wanted.out == f"{tmp_path}/new" and sizes[wanted.tokenizer] == args.vocab_size
+
+
+def test_the_device_is_the_fastest_there_is(monkeypatch):
+    def parsed(*argv):
+        args = parse_args(["--preset=smoke", *argv])
+        return args.device, args.dtype
+
+    assert parsed("--dtype=float32") == parsed("--device=auto", "--dtype=float32")
+    assert parsed()[0] == "cpu"
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert parsed() == parsed("--device=mps") == ("mps", "float32")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert parsed() == ("cuda", "bfloat16") and parsed("--device=cuda:1")[0] == "cuda:1"
+
+
+@pytest.mark.parametrize("name, tflops", [
+    ("NVIDIA H200", 989), ("NVIDIA H200 NVL", 836), ("NVIDIA H100 80GB HBM3", 989),
+    ("NVIDIA H100 PCIe", 756), ("NVIDIA H100 NVL", 835), ("NVIDIA GeForce RTX 4090", 165),
+    ("NVIDIA GeForce RTX 4090 Laptop GPU", None), ("NVIDIA L40", None)])
+def test_a_gpus_peak_is_of_its_whole_name(monkeypatch, name, tflops):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    found = machine.peak_flops(torch.device("cuda", 0))
+    assert found == (tflops and tflops * 1e12) and machine.peak_flops(torch.device("cpu")) is None
+
+
+def test_peak_memory_in_each_systems_unit(monkeypatch):
+    cpu, usage = torch.device("cpu"), types.SimpleNamespace(ru_maxrss=400_000)
+    fake = types.SimpleNamespace(RUSAGE_SELF=0, getrusage=lambda who: usage)
+    monkeypatch.setattr(machine, "resource", fake)
+    monkeypatch.setattr(sys, "platform", "linux")
+    assert machine.peak_memory_gb(cpu) == pytest.approx(0.4096)
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert machine.peak_memory_gb(cpu) == pytest.approx(0.0004)
+    monkeypatch.setattr(machine, "resource", None)  # Windows
+    assert machine.peak_memory_gb(cpu) is None
+
+
+def test_a_run_that_will_not_read_every_shard_says_so(data_dir, tmp_path, monkeypatch, capsys):
+    run_here(monkeypatch, data_dir, tmp_path / "a", max_targets=1024)
+    advice = "each of 2 streams will read 1 of 3 shards; --windows_per_visit=5 would reach all"
+    assert advice in capsys.readouterr().out
+    run_here(monkeypatch, data_dir, tmp_path / "b", max_targets=1024, windows_per_visit=5)
+    assert "streams will read" not in capsys.readouterr().out
+
+
+def test_what_to_expect_is_said_of_a_presets_own_run():
+    def said(*argv):
+        args = parse_args(["--preset=smoke", "--device=cpu", *argv])
+        return reports.expectation(args, train.PRESETS, {("smoke", "binary"): {200: 4.961}})
+
+    assert said() == "expected, as measured: held-out loss 4.96 after 200 updates"
+    assert said("--micro_batch=2", "--eval_every=7", "--seed=3", "--data=x") == said()
+    for other in ("--input=gf2", "--n_layer=2", "--max_lr=1e-2", "--max_targets=4096",
+                  "--decay_steps=100"):
+        assert "nothing is known" in said(other), other
+    for preset, input in train.MILESTONES:
+        assert preset in train.PRESETS and input in INPUTS
 
 
 # --- the same run on any machine

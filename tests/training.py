@@ -99,14 +99,18 @@ class Forks:
         self.stderr.write_text("")
         if processes == 1:
             return [self.wait(self.start(argv, fault))]
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
-        env = dict(TORCHELASTIC_RUN_ID="test", MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
-                   WORLD_SIZE=str(processes))
+        env = self.environment(processes)
         pids = [self.start(argv, fault, RANK=str(rank), LOCAL_RANK=str(rank), **env)
                 for rank in range(processes)]
         return [self.wait(pid) for pid in pids]
+
+    def environment(self, processes):
+        """Return what torchrun tells its processes, but for their numbers."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        return dict(TORCHELASTIC_RUN_ID="test", MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
+                    WORLD_SIZE=str(processes))
 
     def output(self):
         return self.stdout.read_text() + self.stderr.read_text()

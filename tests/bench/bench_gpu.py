@@ -71,7 +71,7 @@ def measure(case, dry_run, steps):
     shape = B, config.block_size
     batch = [torch.randint(config.vocab_size, shape, device=device) for _ in range(2)]
     autocast = torch.autocast(device.type, torch.bfloat16, cache_enabled=False)
-    bad, seconds = torch.zeros(3, dtype=torch.float64, device=device), []
+    bad, seconds = torch.zeros(3, device=device), []
     for step in range(3 + steps):
         started = time.perf_counter()
         loss, _ = train.update(model, optimizer, batch, B, autocast, step + 1, bad)
