@@ -132,29 +132,28 @@ def plan_batches(groups, batch_tokens, share, places):
     """Return the batches [(shared prefix, perhaps empty, packed rows), ...] of groups.
 
     The longest rows come first, so that memory trouble shows at once. A group too long for one row
-    has its prefix run alone, and its suffixes packed on that. A row that several share has, with
-    its prefix, no more than `places` places: some models have buffers of that size.
+    has its prefix run alone, and its suffixes packed on that; also one that has more than `places`
+    places, for which some models have no buffers.
     """
     whole, large = [], []
     for group in groups:
         fits = len(group.members) == 1 or count_tokens(group) <= min(ROW, places)
         (whole if fits else large).append(group)
-    batches = pack(whole, np.empty(0, np.int32), batch_tokens, share, places)
+    batches = pack(whole, np.empty(0, np.int32), batch_tokens, share)
     for group in sorted(large, key=lambda group: -group.length):
         # Less its last id, at which something may be scored.
         prefix = group.members[0][0][:group.length - 1]
         suffixes = [Group(0, [(row[len(prefix):], pieces)]) for row, pieces in group.members]
-        batches += pack(suffixes, prefix, batch_tokens, share, places - len(prefix))
+        batches += pack(suffixes, prefix, batch_tokens, share)
     return batches
 
 
-def pack(groups, prefix, batch_tokens, share, places):
+def pack(groups, prefix, batch_tokens, share):
     """Return batches of groups, as plan_batches does, on one prefix.
 
-    A row's first group is the longest that is left; then come, up to ROW, to `places` and to the
-    length of the batch's first row, the longest that fit.
+    A row's first group is the longest that is left; then come, up to ROW and to the length of the
+    batch's first row, the longest that fit.
     """
-    longest = min(ROW, places)
     groups = sorted(groups, key=count_tokens)
     sizes = [count_tokens(group) for group in groups]
     batches = []
@@ -166,7 +165,7 @@ def pack(groups, prefix, batch_tokens, share, places):
             while at:
                 row.append(groups.pop(at - 1))
                 room -= sizes.pop(at - 1)
-                at = bisect.bisect_right(sizes, min(room, longest - width + room)) if share else 0
+                at = bisect.bisect_right(sizes, min(room, ROW - width + room)) if share else 0
             rows.append(row)
             padding += room
         batches.append((prefix, rows))

@@ -1042,7 +1042,7 @@ def test_a_place_that_is_not_ours_is_told_as_such(make_run, tasks_dir, monkeypat
     code, line = main_ends_in_one_line(
         monkeypatch, capsys, "score", make_run("binary"), "--tasks=own_choice", "--device=cpu",
         f"--include_path={tasks_dir}")
-    assert code == 1 and "Permission denied (/nobody/cache); set HF_HOME=DIR" in line
+    assert code == 1 and "/nobody/cache: Permission denied" in line and "set HF_HOME=DIR" in line
     assert "--data_dir" not in line
 
 
