@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from codes import FIXED, binary_codes, draw_recoding, recode
-from kernels import attend
+from kernels import LinearCrossEntropy, attend
 from machinery.checkpoints import load_model, read_checkpoint
 from machinery.costs import count_parameters, flops_per_target
 from machinery.huggingface import describe_table, make_input
@@ -474,6 +474,20 @@ def test_loss_is_float32_under_autocast():
     assert abs(exact.item() - math.log(3000)) < 0.05
     loss = model.bfloat16()(idx, idx)[1]  # in bfloat16 it would move in steps of 1/32
     assert loss.dtype == torch.float32 and abs(loss - exact) < 0.01
+
+
+@pytest.mark.parametrize("vocab_size", [3072, 49_152])
+def test_loss_of_bfloat16_hidden_states_is_nearer_than_torchs_own(vocab_size):
+    """Why kernels.py has a loss of its own: torch's is rounded to bfloat16."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(512, 192, generator=generator).bfloat16()
+    weight = 0.02 * torch.randn(vocab_size, 192, generator=generator)
+    targets = torch.randint(vocab_size, (512,), generator=generator)
+    exact = F.cross_entropy(x.double() @ weight.double().T, targets)
+    ours = LinearCrossEntropy.apply(x, weight, targets, False)
+    theirs = F.linear_cross_entropy(x, weight.bfloat16(), targets)
+    assert theirs.dtype == torch.bfloat16 and (theirs - exact).abs() > 0.001
+    assert ours.dtype == torch.float32 and (ours - exact).abs() < 0.0001
 
 
 # --- gradients and activation checkpointing
