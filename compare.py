@@ -34,8 +34,8 @@ from pathlib import Path
 
 import numpy as np
 
+from machinery.errors import one_line
 from machinery.figures import draw_runs
-from machinery.files import replace_in_console
 from machinery.results import LABELS, list_rows, read_json, read_run, read_scores
 from machinery.runs import FREE_ON_RESUME
 from machinery.statistics import LEVEL, holm, mcnemar, paired_subsets, student_interval
@@ -408,19 +408,6 @@ def main():
         write_comparison(result, args.out)
 
 
-def run():
-    """Run main; end a mistake of the user's, or of the machine's, in one line."""
-    replace_in_console()
-    try:
-        main()
-        sys.stdout.flush()
-    except BrokenPipeError:  # as of head: whoever reads has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except ImportError as error:
-        sys.exit(f"compare.py: {error}; run pip install -r requirements.txt")
-    except (ValueError, OSError, MemoryError) as error:
-        sys.exit(f"compare.py: {error or 'out of memory'}")
-
-
 if __name__ == "__main__":
-    run()
+    with one_line("compare.py", "compare fewer files at a time"):
+        main()

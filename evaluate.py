@@ -289,5 +289,5 @@ def main():
 
 
 if __name__ == "__main__":
-    with one_line("evaluate.py"):
+    with one_line("evaluate.py", "--dtype=bfloat16 needs half, a smaller --batch_tokens less"):
         main()

@@ -43,13 +43,8 @@ from tokenizers import Tokenizer
 
 from machinery.checks import check, print_stats, resume
 from machinery.downloads import discard
-from machinery.files import (
-    explain,
-    only_process_in,
-    replace_in_console,
-    sha256_of,
-    write_whole,
-)
+from machinery.errors import one_line
+from machinery.files import only_process_in, sha256_of, write_whole
 from machinery.joining import join
 from machinery.progress import Progress
 from machinery.shards import (
@@ -381,16 +376,13 @@ def interrupt(number, frame):
 
 def command():
     """Run main; end what is no mistake of ours in one line and exit code 1."""
-    replace_in_console()
     signal.signal(signal.SIGINT, interrupt)
-    try:
-        main()
-    except BrokenExecutor:
-        sys.exit("prepare.py: a worker died, perhaps for want of memory; try fewer --workers")
-    except (ValueError, OSError, MemoryError) as error:
-        sys.exit(f"prepare.py: {explain(error)}")
-    except KeyboardInterrupt:
-        sys.exit("prepare.py: interrupted; run the same command again to go on")
+    with one_line("prepare.py", "try fewer --workers"):
+        try:
+            main()
+        except BrokenExecutor:
+            raise OSError("a worker died, perhaps for want of memory; try fewer "
+                          "--workers") from None
 
 
 if __name__ == "__main__":

@@ -16,14 +16,14 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict as full_state
 
 from machinery.costs import count_parameters
-from machinery.files import first_line, sync
+from machinery.errors import first_line, is_out_of_memory
+from machinery.files import sync
 from machinery.processes import in_first
 from machinery.runs import check_resumable, claim_run, list_checkpoints
 from model import Decoder, FixedCodes, ModelConfig
 
 SHA256_MARK = b"sha256:"  # and the digest of all before it end a file; torch.load does not mind
 DIGEST_SIZE = len(SHA256_MARK) + 32
-NO_MEMORY = ("can't allocate memory", "not enough memory")  # torch's words: Linux, others
 
 
 def hash_tensors(named):
@@ -64,7 +64,7 @@ def read_checkpoint(path):
             raise
         raise ValueError(damaged(path, "it is cut short")) from None  # a seek before its start
     except (RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError) as error:
-        if whole or any(words in str(error) for words in NO_MEMORY):
+        if whole or is_out_of_memory(error):
             raise OSError(f"{path}: cannot be read: {first_line(error)}") from None
         raise ValueError(damaged(path, first_line(error))) from None
 

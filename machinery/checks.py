@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from machinery.files import changed_since, explain, is_refusal, sha256_of
+from machinery.errors import explain, is_refusal
+from machinery.files import changed_since, sha256_of
 from machinery.shards import REPAIR, SPLITS, Shard, meta_time, open_shards, read_meta
 
 BLOCK_SIZES = (256, 512, 1024, 2048, 4096)  # of the summary

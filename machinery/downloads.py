@@ -12,7 +12,8 @@ import time
 from pathlib import Path
 from urllib.parse import quote, unquote, urlsplit
 
-from machinery.files import NO_PLACE, first_line, sha256_of
+from machinery.errors import first_line
+from machinery.files import NO_PLACE, sha256_of
 
 DOWNLOAD_TRIES = 6  # tries in a row without a new byte
 DOWNLOAD_TIMEOUT = (10, 30)  # seconds to connect, and of silence

@@ -1,26 +1,61 @@
-"""A user's mistake, or a machine's, as one line: for evaluate.py and its rooms."""
+"""What a failure says, in one line: the user's mistake, or the machine's. For all stages."""
 
 import contextlib
 import errno
+import os
 import sys
 
-# Failures of the machine, not of what is read: which is told, with what to do about it.
-OF_THE_MACHINE = {
-    errno.EACCES: "give yourself the permission, or name a place that is yours",
-    errno.EPERM: "give yourself the permission, or name a place that is yours",
+AGAIN = "nothing is lost; run the same command again"
+ADVICE = {  # for failures of the machine, not of what is read
+    errno.ENOSPC: "the disk is full; make room and run the same command again",
+    errno.EDQUOT: "the disk quota is used up; make room and run the same command again",
+    errno.EACCES: "ask for the permission, or name another place",
+    errno.EPERM: "ask for the permission, or name another place",
     errno.EROFS: "name a place that can be written",
-    errno.ENOSPC: "make room there, or name another place",
-    errno.EDQUOT: "make room there, or name another place",
-    errno.EIO: "the disk or its network fails; try again, then look after it",
-    errno.ESTALE: "the file system went away; try again",
-    errno.ENOMEM: "close something else, or ask for less at a time"}
+    errno.EIO: f"the disk or the network failed; {AGAIN}",
+    errno.ESTALE: f"the network file system failed; {AGAIN}",
+    errno.ETIMEDOUT: f"the network file system failed; {AGAIN}",
+    errno.ENOMEM: f"not enough memory; {AGAIN} with less at work",
+    errno.EMFILE: "raise the limit on open files (ulimit -n)",
+    errno.ENAMETOOLONG: "choose a shorter name",
+}
+# Memory that does not suffice, in the words of CUDA and MPS, of Linux, and of Windows and macOS.
+OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
+
+
+def first_line(error):
+    """Return the first line of an exception's message, or the name of its kind if it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def is_refusal(error):
+    """Return whether an exception says that the system could not, and nothing of a file's contents.
+
+    No permission, a disk that fails, no memory: the file may be as good as ever.
+    """
+    return isinstance(error, MemoryError) or getattr(error, "errno", None) is not None
+
+
+def is_out_of_memory(error):
+    return isinstance(error, MemoryError) or any(words in str(error) for words in OUT_OF_MEMORY)
+
+
+def explain(error):
+    """Return an exception as one line: what failed, where, and what to do about it."""
+    if isinstance(error, MemoryError):
+        return f"{ADVICE[errno.ENOMEM]}{f' ({first_line(error)})' if str(error) else ''}"
+    number = getattr(error, "errno", None)
+    where = f"{error.filename}: " if number and error.filename else ""
+    advice = f"; {ADVICE[number]}" if number in ADVICE else ""
+    told = f"{where}{os.strerror(number)}{advice}" if number else str(error)
+    return " ".join(told.split())  # a file's name may have two lines
 
 
 def machine_failure(error):
     """Return the OSError or MemoryError that an exception came of, None where it was no failure of
     the machine: permission, space, a disk, memory."""
     while error is not None:
-        if isinstance(error, MemoryError) or getattr(error, "errno", None) in OF_THE_MACHINE:
+        if isinstance(error, MemoryError) or getattr(error, "errno", None) in ADVICE:
             return error
         error = error.__cause__ or error.__context__
     return None
@@ -39,42 +74,45 @@ def explained(what, advice, kind=ValueError, place=""):
         yield
     except Exception as error:  # libraries have kinds of their own, and raise bare ones
         cause = machine_failure(error)
-        if isinstance(cause, MemoryError):
-            raise OSError(f"{what}: out of memory; {OF_THE_MACHINE[errno.ENOMEM]}") from error
         if cause is not None:
-            where = f" ({cause.filename})" if cause.filename else ""
-            advice = place or OF_THE_MACHINE[cause.errno]
-            raise OSError(f"{what}: {cause.strerror}{where}; {advice}") from error
+            told = f"{what}: {explain(cause)}"
+            raise OSError(f"{told}; {place}" if place else told) from error
         reason = " ".join(str(error).split())[:200]
         if isinstance(error, KeyError) or not reason:  # its text is the key alone
             reason = f"{type(error).__name__} {reason}".strip()
         raise kind(f"{what}: {reason}; {advice}") from error
 
 
-# Memory that does not suffice, in the words of CUDA and MPS, of Linux, and of Windows and macOS.
-OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
-
-
-def is_out_of_memory(error):
-    return isinstance(error, MemoryError) or any(words in str(error) for words in OUT_OF_MEMORY)
-
-
-@contextlib.contextmanager
-def one_line(program):
-    """End the program in one line where the user or the machine can mend what happened; our own
-    mistakes keep their traceback. What a console cannot show is replaced; lines appear at once."""
+def replace_in_console():
+    """Let what a console cannot show, such as an accent in ASCII, be a question mark there, and
+    lines appear at once."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a notebook's stream has none
             stream.reconfigure(errors="replace", line_buffering=True)
+
+
+@contextlib.contextmanager
+def one_line(program, less_memory):
+    """End the program in one line where the user or the machine can mend what happened; our own
+    mistakes keep their traceback.
+
+    Args:
+        less_memory: what to type where memory does not suffice.
+    """
+    replace_in_console()
     try:
         yield
+        sys.stdout.flush()
+    except BrokenPipeError:  # as of head: whoever reads has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
-        print(f"{program}: interrupted; the same command goes on from here", file=sys.stderr)
-        sys.exit(130)
+        print(f"{program}: interrupted; run the same command again to go on", file=sys.stderr)
+        sys.exit(130)  # as a shell says it: 128 + SIGINT
+    except ImportError as error:
+        sys.exit(f"{program}: {first_line(error)}; run pip install -r requirements.txt")
     except (ValueError, OSError) as error:
-        sys.exit(f"{program}: {' '.join(str(error).split())}")
+        sys.exit(f"{program}: {explain(error)}")
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        sys.exit(f"{program}: out of memory; --dtype=bfloat16 needs half, a smaller --batch_tokens "
-                 "less, and --device=cpu has another memory")
+        sys.exit(f"{program}: not enough memory ({first_line(error)}); {less_memory}")

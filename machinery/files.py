@@ -1,7 +1,4 @@
-"""Files that are whole or not there, and what it means in a line if the system fails to read one.
-
-Every stage uses this room.
-"""
+"""Files that are whole or not there, their sha256, and one process to a folder: for all stages."""
 
 import contextlib
 import errno
@@ -11,52 +8,9 @@ import sys
 import warnings
 from pathlib import Path
 
-AGAIN = "nothing is lost; run the same command again"
+from machinery.errors import first_line
+
 NO_PLACE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)  # to write in
-ADVICE = {
-    errno.ENOSPC: "the disk is full; make room and run the same command again",
-    errno.EDQUOT: "the disk quota is used up; make room and run the same command again",
-    errno.EACCES: "ask for the permission, or name another place",
-    errno.EPERM: "ask for the permission, or name another place",
-    errno.EROFS: "name a place that can be written",
-    errno.EIO: f"the disk or the network failed; {AGAIN}",
-    errno.ESTALE: f"the network file system failed; {AGAIN}",
-    errno.ETIMEDOUT: f"the network file system failed; {AGAIN}",
-    errno.ENOMEM: f"not enough memory; {AGAIN} with less at work",
-    errno.EMFILE: "raise the limit on open files (ulimit -n)",
-    errno.ENAMETOOLONG: "choose a shorter name",
-}
-
-
-def first_line(error):
-    """Return the first line of an exception's message, or the name of its kind if it has none."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def is_refusal(error):
-    """Return whether an exception says that the system could not, and nothing of a file's contents.
-
-    No permission, a disk that fails, no memory: the file may be as good as ever.
-    """
-    return isinstance(error, MemoryError) or getattr(error, "errno", None) is not None
-
-
-def explain(error):
-    """Return an exception as one line: what failed, where, and what to do about it."""
-    if isinstance(error, MemoryError):
-        return f"{ADVICE[errno.ENOMEM]}{f' ({first_line(error)})' if str(error) else ''}"
-    number = getattr(error, "errno", None)
-    where = f"{error.filename}: " if number and error.filename else ""
-    advice = f"; {ADVICE[number]}" if number in ADVICE else ""
-    told = f"{where}{os.strerror(number)}{advice}" if number else str(error)
-    return " ".join(told.splitlines())  # a file's name may have two
-
-
-def replace_in_console():
-    """Let what a console cannot show, such as an accent in ASCII, be a question mark there."""
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")
 
 
 def sha256(data):

@@ -9,7 +9,8 @@ import shutil
 from pathlib import Path
 
 from machinery.checks import find_damage, identity, print_stats
-from machinery.files import explain, is_refusal, only_process_in, sha256_of, sync, write_whole
+from machinery.errors import explain, is_refusal
+from machinery.files import only_process_in, sha256_of, sync, write_whole
 from machinery.shards import SPLITS, read_meta, write_meta
 
 

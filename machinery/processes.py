@@ -9,13 +9,12 @@ import traceback
 import torch
 import torch.distributed as dist
 
-from machinery.files import explain, first_line, replace_in_console
+from machinery.errors import explain, first_line, is_out_of_memory, replace_in_console
 from machinery.machine import tune_allocator
 
 WORKING, DONE, FAILED = 0, 1, 2
 MAY_DIFFER = {"data", "out", "timeout"}  # from process to process: places and patience
-# What torch's own exceptions say, for which it has no kinds.
-NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
+# What torch's own exceptions of a lost process say, for which it has no kind.
 LOST_PROCESS = ("Connection closed by peer", "Connection reset by peer", "Timed out waiting",
                 "Connection refused", "failed to connect")
 
@@ -162,7 +161,7 @@ def refuse_under_torchrun(flag):
 def reason(error):
     """Return an exception as one line, if it can be foreseen; None for a mistake of ours."""
     text = str(error)
-    if isinstance(error, RuntimeError) and any(words in text for words in NO_MEMORY):
+    if isinstance(error, RuntimeError) and is_out_of_memory(error):
         return (f"not enough memory ({first_line(error)}); a smaller --micro_batch, "
                 "--checkpoint_activations=block or --parallel=fsdp needs less")
     if isinstance(error, dist.DistError) or any(words in text for words in LOST_PROCESS):

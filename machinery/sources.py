@@ -23,7 +23,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from machinery.downloads import check_hub_file, fetch
-from machinery.files import changed_since, first_line, is_refusal, sha256_of
+from machinery.errors import first_line, is_refusal
+from machinery.files import changed_since, sha256_of
 from machinery.shards import count_documents
 
 BATCH_BYTES = 4 << 20  # of a batch of documents: memory must not grow with them

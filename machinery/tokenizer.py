@@ -13,7 +13,8 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from machinery.downloads import REVISION, check_hub_file, fetch
-from machinery.files import first_line, sha256, sha256_of, write_whole
+from machinery.errors import first_line
+from machinery.files import sha256, sha256_of, write_whole
 from machinery.shards import read_meta
 
 EOT = "<|endoftext|>"  # SmolLM2's end of text, id 0

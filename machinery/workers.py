@@ -9,7 +9,7 @@ from collections import deque
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-from machinery.files import first_line
+from machinery.errors import first_line
 from machinery.twin import FAST
 
 CONTAINER_LIMIT = Path("/sys/fs/cgroup/cpu.max")  # "QUOTA PERIOD" in microseconds, or "max PERIOD"

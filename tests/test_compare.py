@@ -11,6 +11,7 @@ import pytest
 
 import compare
 from machinery import statistics
+from machinery.errors import one_line
 
 stats = pytest.importorskip("scipy.stats")
 ROOT = Path(__file__).parents[1]
@@ -62,7 +63,8 @@ def ends(monkeypatch, capsys, *arguments):
     capsys.readouterr()
     monkeypatch.setattr(sys, "argv", ["compare.py", *map(str, arguments)])
     try:
-        compare.run()
+        with one_line("compare.py", ""):
+            compare.main()
     except SystemExit as error:
         if isinstance(error.code, str):
             print(error.code, file=sys.stderr)

@@ -901,7 +901,7 @@ def test_mistakes_are_one_line(make_run, monkeypatch, capsys, tmp_path, argument
 def main_ends_in_one_line(monkeypatch, capsys, *words):
     """Run evaluate.py as its own program does; return (exit code, the line)."""
     monkeypatch.setattr(sys, "argv", ["evaluate.py", *map(str, words)])
-    with pytest.raises(SystemExit) as end, one_line("evaluate.py"):
+    with pytest.raises(SystemExit) as end, one_line("evaluate.py", ""):
         evaluate.main()
     code, line = end.value.code, capsys.readouterr().err.strip()
     if isinstance(code, str):
@@ -1007,8 +1007,8 @@ def test_whatever_a_folder_is_it_ends_in_one_line(make_run, tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("error, code, said", [
-    (KeyboardInterrupt(), 130, "interrupted"), (MemoryError(), 1, "out of memory"),
-    (OUT_OF_MEMORY[2], 1, "out of memory"), (OSError(28, "No space left", "x"), 1, "No space"),
+    (KeyboardInterrupt(), 130, "interrupted"), (MemoryError(), 1, "not enough memory"),
+    (OUT_OF_MEMORY[2], 1, "not enough memory"), (OSError(28, "No space left", "x"), 1, "No space"),
     (ValueError("two\nlines"), 1, "two lines")])
 def test_what_ends_the_program_is_one_line(monkeypatch, capsys, error, code, said):
     def fail(*_):
@@ -1023,7 +1023,7 @@ def test_our_own_mistakes_keep_their_traceback(monkeypatch):
         raise RuntimeError("shape")
     monkeypatch.setitem(evaluate.COMMANDS, "sample", fail)
     monkeypatch.setattr(sys, "argv", ["evaluate.py", "sample", "x", "--device=cpu"])
-    with pytest.raises(RuntimeError), one_line("evaluate.py"):
+    with pytest.raises(RuntimeError), one_line("evaluate.py", ""):
         evaluate.main()
 
 
@@ -1091,7 +1091,7 @@ def test_paths_are_taken_as_the_shell_would(make_run, tmp_path, monkeypatch, cap
 def test_a_console_of_ascii_and_a_notebook_s_back_end(make_run, prepared, tmp_path, monkeypatch):
     console = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", console)
-    with one_line("evaluate.py"):
+    with one_line("evaluate.py", ""):
         call(monkeypatch, "sample", make_run("learned"), "--prompt", "naïve 日本", "--device=cpu",
              "--max_new_tokens=5")
     console.flush()
