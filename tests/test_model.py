@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from codes import FIXED, binary_codes, draw_recoding, recode
 from kernels import LinearCrossEntropy, attend
 from machinery.checkpoints import load_model, read_checkpoint
-from machinery.costs import count_parameters, flops_per_target
+from machinery.costs import count_parameters, flops_per_target, print_model
 from machinery.huggingface import describe_table, make_input
 from machinery.runs import list_checkpoints
 from model import (
@@ -318,6 +318,15 @@ def test_code_width_of_ceil_log2_v_is_the_codes_themselves():
         ids = torch.arange(100)[None]
         wide, plain = small(input, code_width=7), small(input)
         assert torch.equal(vectors(wide, ids), vectors(plain, ids))
+
+
+@pytest.mark.parametrize("fields, said", [
+    (dict(input="learned", input_std=0.5), "the input table is drawn with standard deviation 0.5"),
+    (dict(input="binary", code_width=14), "each id is 14 fixed numbers, tiled 2 times")])
+def test_an_estimate_says_what_the_input_is(fields, said):
+    lines = []
+    print_model(ModelConfig(**TINY | fields), 0.1, lines.append)
+    assert any(said in line for line in lines)
 
 
 @pytest.mark.parametrize("input", ["learned", "lowdim"])
