@@ -138,6 +138,17 @@ def positive(text):
 
 # --- The input interfaces, side by side: (B, T) token ids -> (B, T, C) input vectors
 
+def lift(x, config):
+    """Return K numbers an id (..., K) as C: (0..K-1, 0..K-1, ...), the paper's R, C / K identities.
+
+    interleave, (0,0,..,1,1,..), has the same shape and is another model: each head gets whole bits.
+    """
+    n_tile = config.n_embd // config.n_code
+    if config.lift == "tile":
+        return x.repeat(*[1] * (x.dim() - 1), n_tile)
+    return x.repeat_interleave(n_tile, -1)
+
+
 class LearnedTable(nn.Embedding):
     """The control: a trainable table [V, C], N(0, 0.02), decayed like every matrix."""
 
@@ -233,17 +244,6 @@ class FixedCodes(nn.Module):
             "mean": float(squared.mean()), "min": float(squared.min()), "max": float(squared.max()),
             "histogram": {"edges": edges.tolist(), "counts": counts.tolist()}}
         return facts
-
-
-def lift(x, config):
-    """Return K numbers an id (..., K) as C: (0..K-1, 0..K-1, ...), the paper's R, C / K identities.
-
-    interleave, (0,0,..,1,1,..), has the same shape and is another model: each head gets whole bits.
-    """
-    n_tile = config.n_embd // config.n_code
-    if config.lift == "tile":
-        return x.repeat(*[1] * (x.dim() - 1), n_tile)
-    return x.repeat_interleave(n_tile, -1)
 
 
 def build_input(config):
