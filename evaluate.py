@@ -41,7 +41,7 @@ from machinery.options import parse_args
 from machinery.packing import cut_documents
 from machinery.references import open_reference
 from machinery.runs import data_fingerprint
-from machinery.scorer import Scorer, agree
+from machinery.scorer import MAX_LENGTH, Scorer, agree
 from machinery.shards import open_shards, read_meta
 from machinery.tokenizer import load_tokenizer, token_bytes, vocab_size
 
@@ -209,7 +209,9 @@ def score_one(name, candidate, out, args):
     if scorer.part > 0:
         return
     # Before anything is printed: hours may be in it.
-    path = scores.write(out / scores.scores_name(args, candidate.facts), result)
+    usual_length = min(MAX_LENGTH, candidate.context)
+    path = out / scores.scores_name(args, candidate.facts, usual_length)
+    path = scores.write(path, result)
     scorer.remove_cache()
     show(result)
     print(f"written to {path}")
