@@ -28,8 +28,8 @@ MAX_VOCAB_SIZE = 65_536  # token ids are stored as uint16
 CODE_SEED = 12345        # the paper's recoding matrix
 MIN_WEIGHT = 4           # every row and column of A has at least this many ones (the paper)
 MIN_DISTANCE = 0.1       # between any two continuous codes, after rounding to bfloat16
-FRACTION_BITS = 12       # continuous codes are int32 multiples of 2^-12: +-8, finer than bfloat16
-MAX_DRAWS = 100_000      # at K = 16 one draw in five is accepted; below K = 8 hardly any is
+FRACTION_BITS = 12       # continuous codes are int32 multiples of 2^-12: +-8, in steps of 0.00024
+MAX_DRAWS = 100_000      # of them are accepted, at K = 16 one in five, at K = 8 one in 600
 
 
 # --- Binary codes
@@ -151,8 +151,9 @@ def draw_recoding(n_bits, code_seed=CODE_SEED, code_offset="0"):
             break
     else:
         raise ValueError(f"no invertible {n_bits} x {n_bits} matrix with all row and column "
-                         f"weights >= {MIN_WEIGHT} in {MAX_DRAWS:,} draws: recoding needs about "
-                         "8 bits or more, a vocabulary of more than 128 ids")
+                         f"weights >= {MIN_WEIGHT} in {MAX_DRAWS:,} draws: below 5 bits there "
+                         "is none, at 5 it may take another --code_seed; a vocabulary of more than "
+                         "32 ids has 6")
     if code_offset == "random":
         return matrix, stream.randint(0, 2, n_bits).astype(np.uint8)
     return matrix, parse_offset(code_offset, n_bits)
@@ -299,10 +300,10 @@ def check_codebook(name, made, vocab_size, width):
 def code_report(codes):
     """Return the facts of a codebook uint8 [V, K] that the paper reports, as plain Python values.
 
-    Keys: vocab_size, n_bits, injective (bool), zero_ids (whose code is all zero: their input vector
-    is 0), weight_histogram (ids by Hamming weight 0..K), weight_mean, weight_variance, bit_counts
-    (ids in which bit j is set), distance_histogram (pairs of ids by Hamming distance 0..K; not of
-    codes longer than an id needs).
+    Keys: vocab_size, n_bits, injective (bool), zero_ids (whose code is all zero; so is their input
+    vector, with bits as 0 and 1), weight_histogram (ids by Hamming weight 0..K), weight_mean,
+    weight_variance, bit_counts (ids in which bit j is set), distance_histogram (pairs of ids by
+    Hamming distance 0..K; not of codes longer than an id needs).
     """
     V, K = codes.shape
     weights = codes.sum(1, dtype=np.int64)
@@ -324,8 +325,8 @@ def code_report(codes):
 def distance_histogram(codes):
     """Return how many unordered pairs of ids have codes of Hamming distance 0..K.
 
-    All V^2 / 2 pairs at once: the XOR-autocorrelation of the set of codes, by a Walsh-Hadamard
-    transform of size 2^K.
+    All V^2 / 2 pairs at once, by a Walsh-Hadamard transform WHT of size 2^K: where present[c] is 1
+    for a code c that an id has, else 0, #{(s, t): c(s) XOR c(t) = d} = WHT(WHT(present)^2)[d] / 2^K
     """
     K = codes.shape[1]
     present = np.bincount(codes_to_ids(codes), minlength=1 << K).astype(np.int64)

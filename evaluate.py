@@ -21,6 +21,12 @@ A checkpoint is a run directory (its newest checkpoint is taken) or a step-*.pt 
 tokenizer.json beside it. score writes heldout-STEP.json, or SUITE-STEP.json for compare.py, there
 (in out/NAME/ for a reference model); other data than the run's own, another dtype or length are in
 the file's name. probe writes probe-STEP.json and .png.
+
+What is scored is a request: the log-likelihood of a continuation after a context, and whether
+greedy decoding gives it. The last token is never an input; what is too long loses its beginning:
+
+    context c0 c1 c2, continuation a0 a1       input   c0 c1 c2 a0
+                                               scored        a0 a1   the logits at c2 and at a0
 """
 
 import math
@@ -43,10 +49,13 @@ from machinery.references import open_reference
 from machinery.runs import data_fingerprint
 from machinery.scorer import MAX_LENGTH, Scorer, agree
 from machinery.shards import open_shards, read_meta
-from machinery.tokenizer import load_tokenizer, token_bytes, vocab_size
+from machinery.tokenizer import load_tokenizer, token_bytes
+from machinery.tokenizer import vocab_size as tokenizer_size
+from model import FixedCodes
 
-# The paper's benchmarks: (tasks, shots). WikiText's windows are the longest inputs: memory trouble
-# shows first.
+# The paper's benchmarks: (tasks, shots). Of the answers to a question acc takes the one of the
+# greatest ln p, acc_norm the one of the greatest ln p per byte. WikiText's windows are the longest
+# inputs: memory trouble shows first.
 SUITES = {"paper": [("wikitext,hellaswag,arc_easy,arc_challenge,piqa,winogrande,openbookqa,"
                      "commonsense_qa,lambada_openai,mmlu", 0), ("mmlu", 5)]}
 MOST_NATS = 700  # exp of more has no float64
@@ -60,32 +69,38 @@ def open_checkpoint(path, device, dtype):
     model, state = load_finite(path, device)
     model.to(getattr(torch, dtype))
     tokenizer, tokenizer_sha256 = run_tokenizer(path, state)
-    V, n_ids, eot_id = model.config.vocab_size, vocab_size(tokenizer), state["eot_id"]
+    V, n_ids, eot_id = model.config.vocab_size, tokenizer_size(tokenizer), state["eot_id"]
     # An imported model may begin with another token than it ends with, and its tokenizer put it
     # there; ours is trained on texts as they are.
     prefix_id, template = state.get("bos_id", eot_id), state.get("template", False)
     if n_ids > V:
         raise ValueError(f"{path}: its tokenizer has {n_ids:,} ids, but the model {V:,}")
 
+    # ids (B, T) -> logits (B, T, V), or at n selected places (n, V)
     def forward(idx, **options):
         return model(idx, **options)[0]
 
+    # texts -> lists of ids; special: add what the tokenizer adds to a text. Ours adds no BOS.
     def encode(texts, special):
         return [encoding.ids for encoding in
                 tokenizer.encode_batch_fast(texts, add_special_tokens=special and template)]
 
+    # a list of ids -> the ids that follow, one by one
     def generate(ids, max_new_tokens, temperature, top_k, generator=None):
-        return model.generate(torch.tensor([ids], device=device), max_new_tokens, temperature,
-                              top_k, eot_id, generator, n_ids)
+        idx = torch.tensor([ids], device=device)  # (1, T)
+        return model.generate(idx, max_new_tokens, temperature=temperature, top_k=top_k,
+                              stop_id=eot_id, generator=generator, n_ids=n_ids)
 
     prefix_reason = "the end-of-text token that separates documents in training"
     if prefix_id != eot_id:
         prefix_reason = "the imported model's bos token"
-    codebook, note = getattr(model.model.embed_tokens, "codebook", None), ""
-    if codebook is not None and not codebook[prefix_id].any():
-        # The paper, "Method": hidden states and logits are exactly 0.
-        note = ("its code is all zero, so the first token after it costs exactly "
-                f"ln V = {math.log(V):.4f} nats")
+    note, embed = "", model.model.embed_tokens
+    if isinstance(embed, FixedCodes):
+        prefix = torch.tensor([[prefix_id]], device=device)
+        x = embed(prefix, torch.float32, model.lm_head.weight)
+        if not x.any():  # so are hidden states and logits, exactly (the paper, "Method")
+            note = ("its code is all zero, so the first token after it costs exactly "
+                    f"ln V = {math.log(V):.4f} nats")
     return Candidate(
         forward=forward, new_cache=model.new_cache, encode=encode, decode=tokenizer.decode,
         generate=generate, prefix_id=prefix_id, prefix_reason=prefix_reason, n_ids=n_ids,
@@ -100,61 +115,59 @@ def open_checkpoint(path, device, dtype):
 
 
 def open_scorer(candidate, out, args):
-    """Return the Scorer of a candidate, whose finished requests are kept in out until all are.
-
-    A request's score is the log-likelihood of its continuation, and whether greedy decoding gives
-    it. The last token is never an input; what is too long loses its beginning:
-
-        context c0 c1 c2, continuation a0 a1       input   c0 c1 c2 a0
-                                                   scored        a0 a1   the logits at c2 and at a0
-    """
+    """Return the Scorer of a candidate, whose finished requests are kept in out until all are."""
     # What the scores depend on beside the inputs is in the file's name: one model's are never taken
     # for another's.
     identity = f"{candidate.facts['weights_sha256']} {args.dtype} {args.no_share}"
-    cache = out / f".finished-{sha256(identity.encode())[:16]}"
+    finished = out / f".finished-{sha256(identity.encode())[:16]}"
     return Scorer(candidate, args.device, args.max_length, args.batch_tokens, not args.no_share,
-                  cache)
+                  cache=finished)
 
 
-def find_data(name, data_dir, tokenizer_vocabulary):
-    """Return data_dir if it is prepared with the tokenizer of the model called name.
+def find_data(name, prepared, tokenizer_vocabulary):
+    """Return prepared, a directory, if its tokenizer is that of the model called name.
 
     Raises ValueError otherwise: ids of another tokenizer, even of as many, are other texts.
     """
-    if not data_dir:
+    if not prepared:
         raise ValueError(f"{name}: it does not say what data it was trained on; give --data=DIR")
-    meta, path = read_meta(data_dir), Path(data_dir) / "tokenizer.json"
+    meta, path = read_meta(prepared), Path(prepared) / "tokenizer.json"
     if sha256(path.read_bytes()) != meta["tokenizer"]["sha256"]:
         raise ValueError(f"{path}: its sha256 is not the one in meta.json; prepare it again")
     if vocabulary_sha256(load_tokenizer(path)) != tokenizer_vocabulary:
-        raise ValueError(f"{name}: {data_dir} was prepared with another tokenizer; give --data=DIR "
+        raise ValueError(f"{name}: {prepared} was prepared with another tokenizer; give --data=DIR "
                          "with this model's")
-    return data_dir
+    return prepared
 
 
-def score_heldout(scorer, data_dir):
+def score_heldout(scorer, prepared):
     """Return the held-out score on the validation documents of a prepared directory, as plain
-    values.
+    values: loss = sum of nats / sum of targets, over all documents.
+
+    Every target counts once, in windows of max_length inputs (packing.cut_documents). The
+    end-of-text target counts, and stands for no byte.
 
     Keys: loss (nats per target), loss_stderr (over documents), perplexity, bits_per_byte, documents
-    (a list of {targets, bytes, nats}); the end-of-text target counts, and stands for no byte.
-    Raises ValueError if there are no validation documents.
+    (a list of {targets, bytes, nats}). Raises ValueError if there are no validation documents.
     """
-    sizes = token_bytes(load_tokenizer(Path(data_dir) / "tokenizer.json"))
+    sizes = token_bytes(load_tokenizer(Path(prepared) / "tokenizer.json"))
     windows, owners, n = [], [], 0
-    for shard in open_shards(data_dir, "val"):
+    for shard in open_shards(prepared, "val"):
         for document, ids in cut_documents(*shard.map(), scorer.max_length):
+            # A request: the context is the first id, the continuation the rest; its score is the
+            # sum of their ln p.
             windows.append((ids[:1], ids[1:]))
             owners.append(n + document)
         n += shard.documents
     if not windows:
-        raise ValueError(f"{data_dir}: no validation documents; prepare it with a larger "
+        raise ValueError(f"{prepared}: no validation documents; prepare it with a larger "
                          "--val_fraction")
     by_window = []
     for (_, ids), (score, _) in zip(windows, scorer.score(windows)):
         by_window.append((len(ids), sizes[ids].sum(), -score))
     # Sums by document, in float64.
-    targets, n_bytes, nats = (np.bincount(owners, values, n) for values in zip(*by_window))
+    targets, n_bytes, nats = (
+        np.bincount(owners, weights=values, minlength=n) for values in zip(*by_window))
     loss = nats.sum() / targets.sum()
     stderr = math.nan
     if n > 1:
@@ -172,14 +185,14 @@ def score_heldout(scorer, data_dir):
 def heldout_result(name, scorer, args):
     """Return the held-out scores file of a candidate as plain values."""
     facts = scorer.candidate.facts
-    data_dir = find_data(name, args.data or facts.get("data"), facts["vocabulary_sha256"])
-    facts["heldout_sha256"] = data_fingerprint(read_meta(data_dir))
+    prepared = find_data(name, args.data or facts.get("data"), facts["vocabulary_sha256"])
+    facts["heldout_sha256"] = data_fingerprint(read_meta(prepared))
     agree({"the data": facts["heldout_sha256"]})
-    return {"checkpoint": str(name), "step": facts["step"], "data": str(data_dir),
+    return {"checkpoint": str(name), "step": facts["step"], "data": str(prepared),
             "data_sha256": facts["heldout_sha256"], "dtype": args.dtype,
             "max_length": scorer.max_length, "weights_sha256": facts["weights_sha256"],
             "tokenizer_sha256": facts["tokenizer_sha256"], "note": scorer.candidate.note,
-            **score_heldout(scorer, data_dir)}
+            **score_heldout(scorer, prepared)}
 
 
 def print_heldout(result):
@@ -262,11 +275,11 @@ def command_probe(args):
     out = scores.scores_directory(args.checkpoint, args.out, is_reference=False)
     model, state = load_finite(args.checkpoint, args.device)
     tokenizer, _ = run_tokenizer(args.checkpoint, state)
-    data_dir = find_data(args.checkpoint, args.data or state["data"], vocabulary_sha256(tokenizer))
+    prepared = find_data(args.checkpoint, args.data or state["data"], vocabulary_sha256(tokenizer))
     seed = state.get("config", {}).get("seed", 1)
-    result = probe(model, tokenizer, data_dir, args.positions, seed)
-    facts = {"checkpoint": str(args.checkpoint), "step": state["step"], "data": str(data_dir),
-             "data_sha256": data_fingerprint(read_meta(data_dir)),
+    result = probe(model, tokenizer, prepared, args.positions, seed)
+    facts = {"checkpoint": str(args.checkpoint), "step": state["step"], "data": str(prepared),
+             "data_sha256": data_fingerprint(read_meta(prepared)),
              "weights_sha256": hash_tensors(sorted(model.state_dict().items()))}
     path = scores.write(out / f"probe-{state['step']:08d}.json", facts | result)
     draw_probe(result, path.with_suffix(".png"))

@@ -138,13 +138,24 @@ def positive(text):
 
 # --- The input interfaces, side by side: (B, T) token ids -> (B, T, C) input vectors
 
+def lift(x, config):
+    """Return K numbers an id (..., K) as C: (0..K-1, 0..K-1, ...), the paper's R, C / K identities.
+
+    interleave, (0,0,..,1,1,..), has the same shape and is another model: each head gets whole bits.
+    """
+    n_tile = config.n_embd // config.n_code
+    if config.lift == "tile":
+        return x.repeat(*[1] * (x.dim() - 1), n_tile)
+    return x.repeat_interleave(n_tile, -1)
+
+
 class LearnedTable(nn.Embedding):
     """The control: a trainable table [V, C], N(0, 0.02), decayed like every matrix."""
 
     def __init__(self, config):
         super().__init__(config.vocab_size, config.n_embd)
 
-    def forward(self, idx, dtype, head):
+    def forward(self, idx, dtype, output_matrix):
         return super().forward(idx).to(dtype)
 
 
@@ -154,8 +165,8 @@ class TiedTable(nn.Module):
     def __init__(self, config):
         super().__init__()
 
-    def forward(self, idx, dtype, head):
-        return F.embedding(idx, head).to(dtype)
+    def forward(self, idx, dtype, output_matrix):
+        return F.embedding(idx, output_matrix).to(dtype)
 
 
 class LowDimTable(nn.Embedding):
@@ -165,7 +176,7 @@ class LowDimTable(nn.Embedding):
         super().__init__(config.vocab_size, config.n_code)
         self.config = config
 
-    def forward(self, idx, dtype, head):
+    def forward(self, idx, dtype, output_matrix):
         return lift(super().forward(idx).to(dtype), self.config)
 
 
@@ -174,8 +185,8 @@ class FixedCodes(nn.Module):
 
     No trainable value. The codebook is a persistent integer buffer [V, K]: a checkpoint carries its
     own codes, no change of the model's dtype can merge two of them, and the optimizer never sees
-    them. With an all-zero code x = 0, hence with an empty context hidden states 0, logits 0 and a
-    loss of exactly ln V.
+    them. With an all-zero code, and bits as 0 and 1, x = 0: hence with an empty context hidden
+    states 0, logits 0 and a loss of exactly ln V.
     """
 
     def __init__(self, config):
@@ -196,7 +207,7 @@ class FixedCodes(nn.Module):
             if not (name == "codebook" and config.table_free):
                 self.register_buffer(name, torch.from_numpy(array))
 
-    def forward(self, idx, dtype, head):
+    def forward(self, idx, dtype, output_matrix):
         codes = self.compute(idx) if self.config.table_free else self.codebook[idx]  # (B, T, K)
         return lift(self.values(codes).to(dtype), self.config)
 
@@ -214,7 +225,7 @@ class FixedCodes(nn.Module):
             return (idx[..., None] >> places) & 1
         masks = (self.matrix.long() << places).sum(1)  # row i of A as an integer
         x = idx[..., None] & masks  # bit i of A c is the parity of this
-        for shift in (8, 4, 2, 1):
+        for shift in (8, 4, 2, 1):  # fold the K <= 16 bits to their XOR
             x = x ^ (x >> shift)
         return (x & 1) ^ self.offset.long()
 
@@ -235,19 +246,8 @@ class FixedCodes(nn.Module):
         return facts
 
 
-def lift(x, config):
-    """Return K numbers an id (..., K) as C: (0..K-1, 0..K-1, ...), the paper's R, C / K identities.
-
-    interleave, (0,0,..,1,1,..), has the same shape and is another model: each head gets whole bits.
-    """
-    n_tile = config.n_embd // config.n_code
-    if config.lift == "tile":
-        return x.repeat(*[1] * (x.dim() - 1), n_tile)
-    return x.repeat_interleave(n_tile, -1)
-
-
 def build_input(config):
-    """Return the module: ids (B, T), dtype, the head's matrix (V, C) -> vectors (B, T, C)."""
+    """Return the module: ids (B, T), dtype, the output matrix (V, C) -> vectors (B, T, C)."""
     tables = {"learned": LearnedTable, "tied": TiedTable, "lowdim": LowDimTable}
     return tables.get(config.input, FixedCodes)(config)
 
@@ -302,7 +302,7 @@ class Attention(nn.Module):
         k = self.k_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)
         v = self.v_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)
         q, k = apply_rope(q, *rope), apply_rope(k, *rope)
-        if cache:
+        if cache:  # None: no cache; {}: the first call, nothing in it yet
             past = cache["k"].size(2)
             if mask is None:  # is_causal's triangle is top left: wrong with more keys than queries
                 mask = torch.ones(T, past + T, dtype=torch.bool, device=x.device).tril(past)
@@ -348,6 +348,8 @@ class Block(nn.Module):
         # The reentrant kind needs an input that requires grad. Fixed codes do not, and it would
         # give the body no gradient at all, with only a warning.
         if checkpoint_activations == "block" and torch.is_grad_enabled():
+            # Runs this method with "none" and again in the backward pass. Training has no cache and
+            # no mask.
             return checkpoint(self, x, rope, use_reentrant=False)
         if checkpoint_activations == "selective" and torch.is_grad_enabled():
             return checkpoint(self, x, rope, use_reentrant=False, context_fn=selective_contexts)
@@ -402,7 +404,8 @@ class Decoder(nn.Module):
                 continues. It grows by T.
             positions: int64 (B, T), where they are not past, past + 1, ... in every row.
             mask: bool (B, 1, T, past + T), true where a query may see a key; causal unless given.
-            select: (rows, columns), int64 [n] each: logits are made at these places only, (n, V).
+            select: (rows, columns), int64 [n] each: logits are made at these places only, (n, V);
+                not together with targets.
         Returns: (logits (B, T, V), None), or (None, loss) where there are targets: then the logits
             never exist all at once. The loss is float32, nats per target; 0 where none counts.
         """
@@ -428,8 +431,10 @@ class Decoder(nn.Module):
         return None, self.loss(x.flatten(0, 1), targets.flatten())
 
     def loss(self, x, targets):
-        """Return the mean loss of hidden states (N, C) against targets (N); -1 is not counted."""
-        if torch.compiler.is_compiling():  # which fuses float32 into the softmax and its gradient
+        """Return cross_entropy(lm_head(x).float(), targets, ignore_index=-1), the mean, in either
+        form; of hidden states x (N, C) and targets (N). 0 where none counts."""
+        # The compiler fuses float32 into the softmax and its gradient.
+        if torch.compiler.is_compiling():
             logits = self.lm_head(x).float()
             total = F.cross_entropy(logits, targets, ignore_index=-1, reduction="sum")
             return total / (targets >= 0).sum().clamp(min=1)
@@ -468,7 +473,7 @@ class Decoder(nn.Module):
                 return
             idx = torch.cat((idx, new), dim=1)
             if idx.size(1) > T:  # a full window starts again from its last half: positions move
-                idx = new = idx[:, -(T + 1) // 2:]
+                idx = new = idx[:, -(T // 2 + 1):]
                 cache = self.new_cache()
 
     def group_parameters(self):

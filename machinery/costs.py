@@ -51,6 +51,8 @@ def print_model(config, weight_decay, say):
         f"FFN {config.n_ffn}, context {config.block_size}, vocabulary {config.vocab_size:,}")
     if isinstance(model.model.embed_tokens, FixedCodes):
         print_codes(config, model.model.embed_tokens, say)
+    elif n["input"]:
+        say(f"  the input table is drawn with standard deviation {config.input_std:g}")
     say(f"  trainable {n['trainable']:,} = input {n['input']:,} + body {n['body']:,} + head "
         f"{n['head']:,}; fixed buffers {n['buffers']:,}; stored {n['stored']:,}")
     say(f"  AdamW: weight decay {weight_decay} on {n['decayed']:,} (matrices), none on "

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 
 from codes import FIXED, binary_codes, draw_recoding, recode
-from kernels import attend
+from kernels import LinearCrossEntropy, attend
 from machinery.checkpoints import load_model, read_checkpoint
-from machinery.costs import count_parameters, flops_per_target
+from machinery.costs import count_parameters, flops_per_target, print_model
 from machinery.huggingface import describe_table, make_input
 from machinery.runs import list_checkpoints
 from model import (
@@ -320,6 +320,15 @@ def test_code_width_of_ceil_log2_v_is_the_codes_themselves():
         assert torch.equal(vectors(wide, ids), vectors(plain, ids))
 
 
+@pytest.mark.parametrize("fields, said", [
+    (dict(input="learned", input_std=0.5), "the input table is drawn with standard deviation 0.5"),
+    (dict(input="binary", code_width=14), "each id is 14 fixed numbers, tiled 2 times")])
+def test_an_estimate_says_what_the_input_is(fields, said):
+    lines = []
+    print_model(ModelConfig(**TINY | fields), 0.1, lines.append)
+    assert any(said in line for line in lines)
+
+
 @pytest.mark.parametrize("input", ["learned", "lowdim"])
 def test_input_std_is_the_tables_at_the_start_and_nothing_elses(input):
     first, wide = small(input), small(input, input_std=1.0)
@@ -474,6 +483,20 @@ def test_loss_is_float32_under_autocast():
     assert abs(exact.item() - math.log(3000)) < 0.05
     loss = model.bfloat16()(idx, idx)[1]  # in bfloat16 it would move in steps of 1/32
     assert loss.dtype == torch.float32 and abs(loss - exact) < 0.01
+
+
+@pytest.mark.parametrize("vocab_size", [3072, 49_152])
+def test_loss_of_bfloat16_hidden_states_is_nearer_than_torchs_own(vocab_size):
+    """Why kernels.py has a loss of its own: torch's is rounded to bfloat16."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(512, 192, generator=generator).bfloat16()
+    weight = 0.02 * torch.randn(vocab_size, 192, generator=generator)
+    targets = torch.randint(vocab_size, (512,), generator=generator)
+    exact = F.cross_entropy(x.double() @ weight.double().T, targets)
+    ours = LinearCrossEntropy.apply(x, weight, targets, False)
+    theirs = F.linear_cross_entropy(x, weight.bfloat16(), targets)
+    assert ours.dtype == torch.float32 and (ours - exact).abs() < 0.0001
+    assert (theirs - exact).abs() > (ours - exact).abs()
 
 
 # --- gradients and activation checkpointing
