@@ -54,8 +54,8 @@ from machinery.tokenizer import vocab_size as tokenizer_size
 from model import FixedCodes
 
 # The paper's benchmarks: (tasks, shots). Of the answers to a question acc takes the one of the
-# greatest ln p, acc_norm the one of the greatest ln p per byte. WikiText's windows are the longest
-# inputs: memory trouble shows first.
+# greatest ln p, acc_norm the one of the greatest ln p per character of the
+# answer. WikiText's windows are the longest inputs: memory trouble shows first.
 SUITES = {"paper": [("wikitext,hellaswag,arc_easy,arc_challenge,piqa,winogrande,openbookqa,"
                      "commonsense_qa,lambada_openai,mmlu", 0), ("mmlu", 5)]}
 MOST_NATS = 700  # exp of more has no float64
