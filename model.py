@@ -42,6 +42,7 @@ from kernels import LinearCrossEntropy, attend, selective_contexts
 INPUTS = ("learned", "tied", "lowdim", *FIXED)
 BITS = ("binary", "gf2")  # the codes that consist of bits
 INIT_STD = 0.02  # of every matrix and the learned table, but for the projections into the residual
+NO_FLOAT64 = ("mps",)  # Apple's GPUs
 CHOICES = {"input": INPUTS, "ffn": ("swiglu", "gelu"), "code_values": ("01", "pm1"),
            "lift": ("tile", "interleave")}
 MEANINGFUL = {"code_values": BITS, "table_free": BITS, "code_offset": ("gf2",),
@@ -275,9 +276,11 @@ def rope_tables(positions, head_dim, theta):
     bfloat16 to ruin. The angles are float64: at position 2047 float32 would be off by 1e-4. Under a
     millionth of a step's work.
     """
-    dims = torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device)
-    angles = positions.double()[..., None] * theta ** (-dims / head_dim)
-    return angles.cos().float(), angles.sin().float()
+    here = positions.device
+    there = torch.device("cpu") if here.type in NO_FLOAT64 else here
+    dims = torch.arange(0, head_dim, 2, dtype=torch.float64, device=there)
+    angles = positions.to(there).double()[..., None] * theta ** (-dims / head_dim)
+    return angles.cos().float().to(here), angles.sin().float().to(here)
 
 
 def apply_rope(x, cos, sin):

@@ -449,10 +449,10 @@ def main():
     with catch_signals(stop_soon()) as signals:
         report.start()
         while True:
-            if validation and (step % args.eval_every == 0 or step == args.steps):
+            if validation and (step % args.eval_every == 0 or step >= args.steps):
                 loss = evaluate(model, *validation[:2], args.micro_batch, autocast)
                 report.held_out(step, loss, bytes_per_target=validation[2])
-            if step == args.steps:
+            if step >= args.steps:
                 return 0
 
             lr = learning_rate(step + 1, args.max_lr, args.min_lr, args.warmup_steps,
@@ -466,7 +466,7 @@ def main():
             report.after_update()
 
             stop = all_reduce_max(bool(signals))
-            last = step == args.steps or stop
+            last = step >= args.steps or stop
             log_now = last or step % args.log_every == 0
             save_now = last or step % args.save_every == 0
             if log_now or save_now:

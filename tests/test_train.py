@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from training import (
@@ -36,6 +37,7 @@ from training import (
     values,
 )
 
+import model as model_file
 import prepare
 import train
 from codes import FIXED
@@ -295,6 +297,23 @@ def test_no_float64_on_the_models_device(monkeypatch):
         model, bad = Ones(), torch.zeros(3, device="meta")
         optimizer = types.SimpleNamespace(step=lambda: None, zero_grad=lambda **_: None)
         train.update(model, optimizer, (x.to("meta"), x.to("meta")), 2, autocast, 1, bad)
+
+
+def test_rotary_angles_without_float64_on_the_models_device(monkeypatch):
+    """They are made on the CPU then, in float64 all the same."""
+    class Refuse(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor) and result.device.type == "cuda":
+                assert result.dtype != torch.float64, func
+            return result
+
+    monkeypatch.setattr(model_file, "NO_FLOAT64", ("cuda",))
+    with FakeTensorMode(), Refuse():
+        positions = torch.arange(4, device="cuda")
+        cos, sin = model_file.rope_tables(positions, 8, 10_000.0)
+    assert cos.device.type == sin.device.type == "cuda" and cos.shape == (4, 4)
+    assert cos.dtype == torch.float32
 
 
 def validation(data_dir, rank=0, world_size=1, **changes):
