@@ -58,10 +58,10 @@ class Reporter:
                    targets_per_second=rate, memory_gb=memory)
         self.start_clock()
 
-    def held_out(self, step, loss, bytes_per_target):
+    def validation(self, step, loss, bytes_per_target):
         """Report the validation loss, in nats per target."""
         bits_per_byte = loss / math.log(2) / bytes_per_target
-        self.say(f"step {step:6,}  held-out loss {loss:.4f}  bits per byte {bits_per_byte:.4f}")
+        self.say(f"step {step:6,}  validation loss {loss:.4f}  bits per byte {bits_per_byte:.4f}")
         self.write(step=step, targets=step * self.args.tokens_per_step, val_loss=loss,
                    val_bits_per_byte=bits_per_byte)
         self.start_clock()

@@ -261,7 +261,7 @@ def test_a_stream_keeps_one_shard_mapped(data_dir):
     visited = set()
     for w in range(0, 40, 2):
         for stream in (0, 1):
-            visited.add(sampler.visit(stream, w // 2)[0].filename)
+            visited.add(sampler.tokens_and_starts(stream, w // 2)[0].filename)
         mapped = Path("/proc/self/maps").read_text().count(f"{data_dir}/train/")
         assert mapped <= 2
     assert len(visited) == 3
