@@ -224,11 +224,16 @@ def min_distance(values, limit):
     return float(min(distances[:, 1].min(), limit))  # column 0 is the row itself
 
 
-# --- The fixed interfaces: (V, seed, offset) -> {"codebook": integers [V, K], what else to store}
+# --- The fixed interfaces: (V, seed, offset) -> {"codebook": integers [V, K], what else to store};
+# those that can be of more than ceil(log2 V) numbers take code_width too
 
-def fixed_binary(vocab_size, code_seed, code_offset):
-    """The id's own bits (the paper)."""
-    return {"codebook": binary_codes(vocab_size)}
+def fixed_binary(vocab_size, code_seed, code_offset, code_width=0):
+    """The id's own bits (the paper); up to code_width, if that is more, tosses of code_seed."""
+    bits = binary_codes(vocab_size)
+    check_seed(code_seed)
+    more = max(0, code_width - bits.shape[1])
+    tosses = np.random.RandomState(code_seed).randint(0, 2, (vocab_size, more))
+    return {"codebook": np.hstack((bits, tosses.astype(np.uint8)))}
 
 
 def fixed_gf2(vocab_size, code_seed, code_offset):
@@ -238,16 +243,16 @@ def fixed_gf2(vocab_size, code_seed, code_offset):
     return {"codebook": codebook, "matrix": matrix, "offset": offset}
 
 
-def fixed_random(vocab_size, code_seed, code_offset):
+def fixed_random(vocab_size, code_seed, code_offset, code_width=0):
     """K standard normal numbers: as many dimensions as the bits, without their structure."""
     check_seed(code_seed)
-    stream = np.random.RandomState(code_seed)
-    return {"codebook": to_fixed_point(stream.standard_normal((vocab_size, min_bits(vocab_size))))}
+    shape = vocab_size, code_width or min_bits(vocab_size)
+    return {"codebook": to_fixed_point(np.random.RandomState(code_seed).standard_normal(shape))}
 
 
-def fixed_sinusoid(vocab_size, code_seed, code_offset):
+def fixed_sinusoid(vocab_size, code_seed, code_offset, code_width=0):
     """Sines and cosines of the id at frequencies V^(-2i/K), i = 0..K/2-1 (arXiv 1706.03762)."""
-    K = min_bits(vocab_size)
+    K = code_width or min_bits(vocab_size)
     frequencies = float(vocab_size) ** (-2 * np.arange((K + 1) // 2) / K)
     angles = np.arange(vocab_size)[:, None] * frequencies
     return {"codebook": to_fixed_point(np.hstack((np.sin(angles), np.cos(angles)))[:, :K])}
@@ -297,22 +302,24 @@ def code_report(codes):
 
     Keys: vocab_size, n_bits, injective (bool), zero_ids (whose code is all zero; so is their input
     vector, with bits as 0 and 1), weight_histogram (ids by Hamming weight 0..K), weight_mean,
-    weight_variance, bit_counts
-    (ids in which bit j is set), distance_histogram (pairs of ids by Hamming distance 0..K).
+    weight_variance, bit_counts (ids in which bit j is set), distance_histogram (pairs of ids by
+    Hamming distance 0..K; not of codes longer than an id needs).
     """
     V, K = codes.shape
     weights = codes.sum(1, dtype=np.int64)
-    return {
+    facts = {
         "vocab_size": V,
         "n_bits": K,
-        "injective": len(np.unique(codes_to_ids(codes))) == V,
+        "injective": len(np.unique(codes, axis=0)) == V,
         "zero_ids": np.flatnonzero(weights == 0).tolist(),
         "weight_histogram": np.bincount(weights, minlength=K + 1).tolist(),
         "weight_mean": weights.mean().item(),
         "weight_variance": weights.var().item(),
         "bit_counts": codes.sum(0, dtype=np.int64).tolist(),
-        "distance_histogram": distance_histogram(codes),
     }
+    if 1 << K <= MAX_VOCAB_SIZE:
+        facts["distance_histogram"] = distance_histogram(codes)
+    return facts
 
 
 def distance_histogram(codes):

@@ -19,7 +19,8 @@ Usage:
 
 A checkpoint is a run directory (its newest checkpoint is taken) or a step-*.pt file, with the run's
 tokenizer.json beside it. score writes heldout-STEP.json, or SUITE-STEP.json for compare.py, there
-(in out/NAME/ for a reference model); probe writes probe-STEP.json and .png.
+(in out/NAME/ for a reference model); other data than the run's own, another dtype or length are in
+the file's name. probe writes probe-STEP.json and .png.
 
 What is scored is a request: the log-likelihood of a continuation after a context, and whether
 greedy decoding gives it. The last token is never an input; what is too long loses its beginning:

@@ -14,8 +14,8 @@ paper, "Method"). Different from nanoGPT: RMSNorm, RoPE, SwiGLU, no biases, a fi
 shares nothing with the input. kernels.py holds faster forms of two formulae, named where used.
 
 Letters in shapes: B rows, T positions, C n_embd, H heads, D head_dim = C / H, V vocab_size,
-K n_bits = ceil(log2 V). Parameters carry the names of a Hugging Face Llama, so exporting renames
-nothing.
+K n_code, which is n_bits = ceil(log2 V) unless --code_width says more. Parameters carry the names
+of a Hugging Face Llama, so exporting renames nothing.
 """
 
 import math
@@ -46,6 +46,7 @@ CHOICES = {"input": INPUTS, "ffn": ("swiglu", "gelu"), "code_values": ("01", "pm
            "lift": ("tile", "interleave")}
 MEANINGFUL = {"code_values": BITS, "table_free": BITS, "code_offset": ("gf2",),
               "code_scale": tuple(FIXED), "lift": (*FIXED, "lowdim"),
+              "code_width": ("binary", "random", "sinusoid", "lowdim"),
               "input_std": ("learned", "lowdim")}  # for which inputs
 
 
@@ -69,6 +70,7 @@ class ModelConfig:
     code_scale: str = "1"       # fixed codes: a factor, or matched: the learned rows' mean norm
     lift: str = "tile"          # how K numbers fill C: tile (the paper), or interleave
     table_free: bool = False    # binary, gf2: compute the codes from the ids, keep no codebook
+    code_width: int = 0         # fixed codes but gf2, lowdim: numbers an id; 0 is ceil(log2 V)
     input_std: float = INIT_STD  # learned, lowdim: the table's standard deviation at the start
     norm_eps: float = 1e-5      # the paper does not state it
     rope_theta: float = 10_000.0
@@ -76,6 +78,11 @@ class ModelConfig:
     @property
     def n_bits(self):
         return min_bits(self.vocab_size)
+
+    @property
+    def n_code(self):
+        """The numbers K of an id's code."""
+        return self.code_width or self.n_bits
 
     def __post_init__(self):
         for name, choices in CHOICES.items():
@@ -103,8 +110,16 @@ class ModelConfig:
 
     def check_width(self):
         """Raise ValueError unless heads get an even width, for RoPE, and codes whole copies."""
+        if self.n_code < self.n_bits:
+            raise ValueError(f"code_width={self.code_width}: expected at least n_bits="
+                             f"{self.n_bits} (vocab_size={self.vocab_size}), or 0 for that")
+        if self.code_width and self.table_free:
+            raise ValueError(f"code_width={self.code_width}, table_free=True: only the id's own "
+                             "bits can be computed from it; leave one out")
         factors = {f"2 x n_head={self.n_head}": 2 * self.n_head}
-        if self.input not in ("learned", "tied"):
+        if self.code_width:
+            factors[f"code_width={self.code_width}"] = self.code_width
+        elif self.input not in ("learned", "tied"):
             factors[f"n_bits={self.n_bits} (vocab_size={self.vocab_size})"] = self.n_bits
         unit = math.lcm(*factors.values())
         if self.n_embd % unit:
@@ -122,6 +137,17 @@ def positive(text):
 
 
 # --- The input interfaces, side by side: (B, T) token ids -> (B, T, C) input vectors
+
+def lift(x, config):
+    """Return K numbers an id (..., K) as C: (0..K-1, 0..K-1, ...), the paper's R, C / K identities.
+
+    interleave, (0,0,..,1,1,..), has the same shape and is another model: each head gets whole bits.
+    """
+    n_tile = config.n_embd // config.n_code
+    if config.lift == "tile":
+        return x.repeat(*[1] * (x.dim() - 1), n_tile)
+    return x.repeat_interleave(n_tile, -1)
+
 
 class LearnedTable(nn.Embedding):
     """The control: a trainable table [V, C], N(0, 0.02), decayed like every matrix."""
@@ -147,7 +173,7 @@ class LowDimTable(nn.Embedding):
     """Learned coordinates [V, K], N(0, 0.02), through the codes' lift: as few, but free to move."""
 
     def __init__(self, config):
-        super().__init__(config.vocab_size, config.n_bits)
+        super().__init__(config.vocab_size, config.n_code)
         self.config = config
 
     def forward(self, idx, dtype, output_matrix):
@@ -166,8 +192,9 @@ class FixedCodes(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        made = FIXED[config.input](config.vocab_size, config.code_seed, config.code_offset)
-        arrays = check_codebook(config.input, made, config.vocab_size, config.n_bits)
+        width = [config.code_width] if config.code_width else []
+        made = FIXED[config.input](config.vocab_size, config.code_seed, config.code_offset, *width)
+        arrays = check_codebook(config.input, made, config.vocab_size, config.n_code)
         codebook = torch.from_numpy(arrays["codebook"])
         self.unit = 2.0**-FRACTION_BITS if codebook.dtype == torch.int32 else 1.0
         self.scale = 1.0
@@ -204,7 +231,7 @@ class FixedCodes(nn.Module):
 
     def squared_norms(self, codes):
         """Return the squared norms of the input vectors of integer codes [V, K]: float32 [V]."""
-        return self.values(codes).square().sum(1) * (self.config.n_embd // self.config.n_bits)
+        return self.values(codes).square().sum(1) * (self.config.n_embd // self.config.n_code)
 
     def report(self):
         """Return as plain values: codes.code_report for bits, and the squared norms of all ids."""
@@ -217,17 +244,6 @@ class FixedCodes(nn.Module):
             "mean": float(squared.mean()), "min": float(squared.min()), "max": float(squared.max()),
             "histogram": {"edges": edges.tolist(), "counts": counts.tolist()}}
         return facts
-
-
-def lift(x, config):
-    """Return K numbers an id (..., K) as C: (0..K-1, 0..K-1, ...), the paper's R, C / K identities.
-
-    interleave, (0,0,..,1,1,..), has the same shape and is another model: each head gets whole bits.
-    """
-    n_tile = config.n_embd // config.n_bits
-    if config.lift == "tile":
-        return x.repeat(*[1] * (x.dim() - 1), n_tile)
-    return x.repeat_interleave(n_tile, -1)
 
 
 def build_input(config):

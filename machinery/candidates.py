@@ -2,6 +2,7 @@
 ours. For evaluate.py, machinery/references.py and machinery/huggingface.py."""
 
 import json
+import sys
 from dataclasses import dataclass
 from typing import Callable
 
@@ -33,7 +34,10 @@ class Candidate:
     context: int        # the most positions the model takes
     facts: dict         # what it is: name, step, hashes
     note: str = ""      # what to know about its scores
-    shares: bool = True  # it obeys a tree's mask and positions, and continues from keys and values
+    # Places in a row that it has buffers for; whether it obeys a tree's mask and positions, and
+    # continues from keys and values.
+    places: int = sys.maxsize
+    shares: bool = True
 
 
 def load_finite(path, device="cpu"):

@@ -51,6 +51,8 @@ def print_model(config, weight_decay, say):
         f"FFN {config.n_ffn}, context {config.block_size}, vocabulary {config.vocab_size:,}")
     if isinstance(model.model.embed_tokens, FixedCodes):
         print_codes(config, model.model.embed_tokens, say)
+    elif n["input"]:
+        say(f"  the input table is drawn with standard deviation {config.input_std:g}")
     say(f"  trainable {n['trainable']:,} = input {n['input']:,} + body {n['body']:,} + head "
         f"{n['head']:,}; fixed buffers {n['buffers']:,}; stored {n['stored']:,}")
     say(f"  AdamW: weight decay {weight_decay} on {n['decayed']:,} (matrices), none on "
@@ -67,8 +69,8 @@ def print_codes(config, codes, say):
     recoding = ""
     if config.input == "gf2":
         recoding = f"; A of seed {config.code_seed}, b {config.code_offset}"
-    say(f"  each id is {config.n_bits} fixed numbers, {config.lift}d "
-        f"{config.n_embd // config.n_bits} times; no trainable input value; values "
+    say(f"  each id is {config.n_code} fixed numbers, {config.lift}d "
+        f"{config.n_embd // config.n_code} times; no trainable input value; values "
         f"{config.code_values}, scale {codes.scale:.6g}, mean squared norm {norm:.6g} (a learned "
         f"row at the start: {INIT_STD**2 * config.n_embd:.6g}){recoding}")
 

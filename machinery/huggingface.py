@@ -29,11 +29,12 @@ A Llama-style decoder language model: {step:,} updates, input interface `{input}
 ABOUT_LEARNED = "Its input table is trained."
 ABOUT_FIXED = (
     "Its input table is fixed, not trained. Row t of `model.embed_tokens.weight` is the "
-    "{n_bits}-number `{input}` code of\nthe id t, {lift}d {n_tile} times. `nanobit` in config.json "
+    "{n_code}-number `{input}` code of\nthe id t, {lift}d {n_tile} times. `nanobit` in config.json "
     "holds what it is made of. Keep it frozen in further training.")
 
 # Of ModelConfig: what an input table is made of.
-TABLE_FIELDS = ("input", "code_seed", "code_offset", "code_values", "code_scale", "lift")
+TABLE_FIELDS = ("input", "code_seed", "code_offset", "code_values", "code_scale", "code_width",
+                "lift")
 
 
 @torch.no_grad()
@@ -56,8 +57,8 @@ def describe_table(config, table):
             made_of[name] = getattr(table, name).tolist()
     if not isinstance(table, FixedCodes):
         return made_of, ABOUT_LEARNED
-    n_tile = config.n_embd // config.n_bits
-    return made_of, ABOUT_FIXED.format(n_bits=config.n_bits, n_tile=n_tile, **made_of)
+    n_tile = config.n_embd // config.n_code
+    return made_of, ABOUT_FIXED.format(n_code=config.n_code, n_tile=n_tile, **made_of)
 
 
 def llama_configs(config, bos, eos, dtype, nanobit):
@@ -176,7 +177,7 @@ def make_input(config, nanobit, table):
     own = build_input(config)
     if config.input in ("learned", "lowdim"):
         interleaved = config.input == "lowdim" and config.lift != "tile"
-        every = config.n_embd // config.n_bits if interleaved else 1
+        every = config.n_embd // config.n_code if interleaved else 1
         own.weight.data.copy_(table[:, ::every][:, :own.weight.size(1)])
     elif "matrix" in nanobit:
         matrix, offset = (np.array(nanobit[name], np.uint8) for name in ("matrix", "offset"))

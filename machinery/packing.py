@@ -128,15 +128,16 @@ def count_tokens(group):
     return group.length + sum(len(row) - group.length for row, _ in group.members)
 
 
-def plan_batches(groups, batch_tokens, share):
+def plan_batches(groups, batch_tokens, share, places):
     """Return the batches [(shared prefix, perhaps empty, packed rows), ...] of groups.
 
     The longest rows come first, so that memory trouble shows at once. A group too long for one row
-    has its prefix run alone, and its suffixes packed on that.
+    has its prefix run alone, and its suffixes packed on that; also one that has more than `places`
+    places, for which some models have no buffers.
     """
     whole, large = [], []
     for group in groups:
-        fits = len(group.members) == 1 or count_tokens(group) <= ROW
+        fits = len(group.members) == 1 or count_tokens(group) <= min(ROW, places)
         (whole if fits else large).append(group)
     batches = pack(whole, np.empty(0, np.int32), batch_tokens, share)
     for group in sorted(large, key=lambda group: -group.length):

@@ -57,7 +57,7 @@ def open_reference(name, device, dtype, trust_remote_code=False):
         forward=as_decoder_forward(model), new_cache=list, encode=encode, decode=decode,
         generate=as_decoder_generate(model, prefix_id), prefix_id=prefix_id,
         prefix_reason="its tokenizer's bos, else eos, token", n_ids=len(tokenizer),
-        context=find_context(model.config),
+        context=find_context(model.config), places=find_context(model.config),
         facts={"name": str(name), "step": None,
                "weights_sha256": hash_tensors(sorted(model.state_dict().items())),
                "tokenizer_sha256": tokenizer_sha256(tokenizer),

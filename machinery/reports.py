@@ -8,7 +8,22 @@ from pathlib import Path
 import torch
 
 from machinery.machine import peak_flops, peak_memory_gb
-from machinery.runs import write_row
+from machinery.runs import FREE_ON_RESUME, write_row
+
+
+def expectation(args, presets, milestones):
+    """Return in words the validation losses that a run of a preset can be expected to print.
+
+    Args:
+        milestones: {(preset, input): {updates: loss}}, as measured.
+    """
+    measured = milestones.get((args.preset, args.input))
+    same = set(presets[args.preset]) - FREE_ON_RESUME - {"decay_steps"} | {"max_targets"}
+    changed = [name for name in same if getattr(args, name) != presets[args.preset][name]]
+    if not measured or changed or args.decay_steps != args.steps:
+        return "expected: nothing is known; no such run has been measured"
+    losses = [f"{loss:.2f} after {step:,} updates" for step, loss in measured.items()]
+    return f"expected, as measured: validation loss {', '.join(losses)}"
 
 
 class Reporter:

@@ -13,7 +13,8 @@ from machinery.shards import read_meta
 # goes without saying.
 LABELS = {"code_seed": ("code {}", None), "code_offset": ("offset {}", "0"),
           "code_values": ("{}", "01"), "code_scale": ("scale {}", "1"), "lift": ("{}", "tile"),
-          "table_free": ("table-free", "False"), "input_std": ("std {:g}", "0.02")}
+          "table_free": ("table-free", "False"), "code_width": ("width {}", "0"),
+          "input_std": ("std {:g}", "0.02")}
 
 
 def read_json(path):
@@ -68,7 +69,9 @@ def label(config):
     """Return the name of a run's input: binary, gf2 code 7 (its code_seed), binary pm1 ..."""
     words = [config["input"]]
     for field, (text, silent) in LABELS.items():
-        said = field != "code_seed" or config["input"] in ("gf2", "random")
+        tossed = config["input"] in ("gf2", "random") or (config["input"] == "binary"
+                                                         and config.get("code_width"))
+        said = field != "code_seed" or tossed
         if said and str(config.get(field, silent)) != str(silent):
             words.append(text.format(config[field]))
     return " ".join(words)
@@ -130,9 +133,11 @@ def check_data(run, again):
     if found is None and heldout["data"] == config["data"]:
         return  # an older score, which names its data by path only
     if found is None:
-        with explained(f"{run['path']}: its held-out score is of {heldout['data']}",
-                       f"score it again with {again}"):
+        try:
             found = data_fingerprint(read_meta(heldout["data"]))
+        except (OSError, ValueError, KeyError):
+            raise ValueError(f"{run['path']}: its held-out score is of {heldout['data']}, which is "
+                             f"no more to be read; score it again with {again}") from None
     if found != config["data_fingerprint"]:
         raise ValueError(f"{run['path']}: its held-out score is of other data than it was trained "
                          f"on ({found[:12]}, {config['data_fingerprint'][:12]}); score it again "

@@ -9,6 +9,7 @@ subject. Short rows are packed: there is little padding (machinery/packing.py).
 
 import hashlib
 import math
+import re
 import sys
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from machinery.packing import count_tokens, cut_request, lay_out, make_groups, p
 
 MAX_LENGTH = 2048   # the paper's, for every model: a longer context would give a reference longer
 #                     prompts and windows
+FINISHED = re.compile(r"([0-9a-f]{32}) (-?\d+\.?\d*(?:e[-+]\d+)?) ([01])")  # a request's line
 SOFTMAX_ROWS = 128  # logits in float32 at a time, which stay in a CPU's cache
 
 
@@ -73,20 +75,22 @@ class Scorer:
             dist.barrier()  # nobody writes before everyone has read
 
     def read_cache(self):
-        """Take the finished requests of earlier processes; a killed one may leave half a line."""
+        """Take the finished requests of earlier processes. A killed one may leave half a line, a
+        disk something else: what is not read is scored again."""
         paths = sorted(self.cache.parent.glob(f"{self.cache.name}.*")) if self.cache else []
         for path in paths:
-            for line in path.read_text().splitlines():
-                fields = line.split()
-                if len(fields) == 3 and len(fields[0]) == 32:
-                    self.finished[fields[0]] = (float(fields[1]), fields[2] == "1")
+            for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+                found = FINISHED.fullmatch(line)
+                if found:
+                    key, nats, greedy = found.groups()
+                    self.finished[key] = (float(nats), greedy == "1")
 
     def keep(self, found):
         """Add {key: (log-likelihood, is greedy)} to what is finished, here and in the cache."""
         self.finished |= found
         if self.cache:
             self.cache.parent.mkdir(parents=True, exist_ok=True)
-            with open(f"{self.cache}.{self.part}", "a") as file:
+            with open(f"{self.cache}.{self.part}", "a", encoding="utf-8") as file:
                 for key, (nats, greedy) in found.items():
                     file.write(f"{key} {nats!r} {greedy:d}\n")
 
@@ -115,7 +119,7 @@ class Scorer:
     def run(self, todo):
         """Score {key: (row, targets)}, int32 as bytes, into self.finished; each process a part."""
         groups = make_groups(todo, self.share)[self.part::self.parts]
-        batches = plan_batches(groups, self.batch_tokens, self.share)
+        batches = plan_batches(groups, self.batch_tokens, self.share, self.candidate.places)
         bar = tqdm(total=sum(map(count_tokens, groups)), unit=" tokens", unit_scale=True,
                    disable=self.part > 0 or None)
         prefix, cache = None, None

@@ -66,7 +66,8 @@ def digest(value):
 def identity(result):
     """Return what a result depends on, as far as it says: the weights, the data, how it was run."""
     model, protocol = result.get("model", result), result.get("protocol", result)
-    known = {key: protocol.get(key) for key in ("dtype", "max_length", "limit", "data_sha256")}
+    keys = "dtype", "max_length", "limit", "data_sha256", "windows"  # a probe has the last two
+    known = {key: protocol.get(key) for key in keys}
     known["weights_sha256"] = model.get("weights_sha256")
     for name, task in result.get("tasks", {}).items():
         known[name] = task.get("prompts_sha256")

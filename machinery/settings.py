@@ -16,7 +16,7 @@ from machinery.shards import read_meta
 from model import INPUTS, ModelConfig
 
 
-def whole_number(text):
+def integer(text):
     """Parse a whole number, also as 3e6."""
     value = float(text)
     if not value.is_integer():  # as inf and nan are not
@@ -34,7 +34,7 @@ def boolean(text):
 # Each flag: its type or choices, its default (None: the preset's, or as the text says), what it is.
 FLAGS = {
     "run": dict(
-        preset=(("smoke", "paper", "predecessor", "predecessor-smoke"), None,
+        preset=(str, None,
                 "sizes and recipe; paper where CUDA and its data are present, else smoke"),
         input=(INPUTS, "binary", "the input interface"),
         seed=(int, 1, "of the weights and of the windows"),
@@ -63,11 +63,13 @@ FLAGS = {
         lift=(str, ModelConfig.lift, "how K numbers fill the width: tile or interleave"),
         table_free=(bool, ModelConfig.table_free,
                     "binary, gf2: compute the codes from the ids, keep no codebook"),
+        code_width=(int, ModelConfig.code_width, "binary, random, sinusoid, lowdim: numbers an id; "
+                    "0 for ceil(log2 V)"),
         input_std=(float, ModelConfig.input_std,
                    "learned, lowdim: standard deviation of the table at the start")),
     "recipe": dict(
-        tokens_per_step=(whole_number, None, "targets of one update"),
-        max_targets=(whole_number, None, "stop at the update that reaches these"),
+        tokens_per_step=(integer, None, "targets of one update"),
+        max_targets=(integer, None, "stop at the update that reaches these"),
         max_lr=(float, None, "peak learning rate"),
         min_lr=(float, None, "learning rate after the decay"),
         warmup_steps=(int, None, "updates of linear warm-up"),
@@ -146,6 +148,7 @@ def build_parser(presets, description):
                 default = "the preset's"
             if default not in (None, []):
                 text = f"{text} (default: {default})"
+            kind = tuple(presets) if name == "preset" else kind
             group.add_argument(f"--{name}", help=text, **how_to_parse(kind))
     return parser
 

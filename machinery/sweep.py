@@ -77,7 +77,7 @@ def plan_runs(args, argv, parse_args):
         runs[out] = command, run_args
         if (out / "config.json").exists():
             try:
-                there = json.loads((out / "config.json").read_text())
+                there = json.loads((out / "config.json").read_bytes())
                 check_resumable(there, experiment_of(run_args))
             except ValueError as error:
                 raise ValueError(f"{out}: {error}") from None

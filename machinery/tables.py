@@ -3,6 +3,7 @@
 import json
 import math
 
+from machinery.scores import plain
 from machinery.statistics import LEVEL
 
 ACCURACIES = ("acc", "acc_norm", "exact_match")  # shares of documents
@@ -12,15 +13,7 @@ SHOWN = (*ACCURACIES, "f1", *LOWER_IS_BETTER)
 
 def to_json(result):
     """Return plain values as JSON, with null for what is not finite, which JSON cannot say."""
-    return json.dumps(without_nan(result), indent=1, allow_nan=False)
-
-
-def without_nan(value):
-    if isinstance(value, dict):
-        return {key: without_nan(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [without_nan(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return json.dumps(plain(result), indent=1, allow_nan=False)
 
 
 def format_table(header, rows, markdown, left=1):
@@ -39,10 +32,10 @@ def format_table(header, rows, markdown, left=1):
 
 def format_value(metric, values):
     """Return a metric as the paper prints it: accuracies in percent, with their standard error."""
-    value, error = values.get(metric), values.get(f"{metric}_stderr")
-    if value is None:
+    if metric not in values:
         return "-"
-    if not math.isfinite(value):
+    value, error = values[metric], values.get(f"{metric}_stderr")
+    if value is None or not math.isfinite(value):  # in JSON null is what is not finite
         return "not finite"
     scale = 1 if metric in LOWER_IS_BETTER else 100
     return f"{scale * value:.2f}" + (f" ±{scale * error:.2f}" if isinstance(error, float) else "")

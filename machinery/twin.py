@@ -43,10 +43,10 @@ NOT_PLAIN_BPE = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "
 
 
 def find_twin(tokenizer):
-    """Return (pattern, ranks) with which tiktoken and splintr give exactly a Tokenizer's ids.
+    """Return (pattern, ranks) with which tiktoken gives exactly a Tokenizer's ids.
 
-    The pattern is the regular expression that cuts a text into pieces; ranks maps the bytes of a
-    token to its id.
+    So does splintr, but for what splintr_encoder says. The pattern is the regular expression that
+    cuts a text into pieces; ranks maps the bytes of a token to its id.
 
     They join any two neighbours that together are a token, lowest id first; tokenizers joins the
     two that a merge names, first merge first. That is the same if (1) ids rise in the order of the

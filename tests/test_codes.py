@@ -255,6 +255,42 @@ def test_ids_too_close_are_refused():
         to_fixed_point(np.array([[0.0, 1.0], [0.0, 1.05], [3.0, 3.0]]))
 
 
+# --- codes of more numbers than an id needs
+
+def test_wide_binary_codes_are_the_bits_and_then_tosses():
+    table = FIXED["binary"](3072, 5, "0", 192)["codebook"]
+    assert table.shape == (3072, 192) and table.dtype == np.uint8
+    assert (table[:, :12] == binary_codes(3072)).all()
+    tosses = table[:, 12:]
+    assert set(np.unique(tosses)) == {0, 1} and abs(tosses.mean() - 0.5) < 0.003
+    # Columns and ids are independent: no correlation beyond chance, 1 / sqrt(3072).
+    correlations = np.corrcoef(tosses.T) - np.eye(180)
+    assert np.abs(correlations).max() < 5 / np.sqrt(3072)
+    assert (table == FIXED["binary"](3072, 5, "0", 192)["codebook"]).all()
+    assert (tosses != FIXED["binary"](3072, 6, "0", 192)["codebook"][:, 12:]).any()
+
+
+@pytest.mark.parametrize("width", [12, 48, 192])
+def test_wide_continuous_codes(width):
+    table = FIXED["random"](3072, 5, "0", width)["codebook"]
+    numbers = np.random.RandomState(5).standard_normal((3072, width))
+    assert np.abs(table / 4096 - numbers).max() < 2**-12
+    waves = FIXED["sinusoid"](3072, 5, "0", width)["codebook"] / 4096
+    half, ids = width // 2, np.arange(3072)
+    assert np.allclose(waves[:, 0], np.sin(ids), atol=2**-12)
+    assert np.allclose(waves[:, half + 3], np.cos(ids * 3072.0 ** (-6 / width)), atol=2**-12)
+
+
+def test_report_of_wide_codes():
+    """What takes a table of 2^K codes is left out; the rest is there."""
+    facts = code_report(FIXED["binary"](3072, 5, "0", 192)["codebook"])
+    assert facts["injective"] and facts["n_bits"] == 192 and len(facts["bit_counts"]) == 192
+    assert "distance_histogram" not in facts
+    twins = FIXED["binary"](300, 5, "0", 48)["codebook"]
+    twins[7] = twins[100]
+    assert not code_report(twins)["injective"]
+
+
 # --- an interface of one's own
 
 BITS = binary_codes(100)
@@ -298,9 +334,9 @@ def test_no_model_is_built_with_such_an_interface(monkeypatch):
 
 
 def test_every_option_of_an_input_is_a_flag():
-    args = settings.parse_args(train.PRESETS, "", ["--preset=smoke", "--input=lowdim",
-                                                   "--input_std=0.5"])
-    assert settings.model_config(args).input_std == 0.5
+    flags = ["--preset=smoke", "--input=lowdim", "--input_std=0.5", "--code_width=48"]
+    config = settings.model_config(settings.parse_args(train.PRESETS, "", flags))
+    assert config.input_std == 0.5 and config.code_width == 48
 
 
 # --- command line

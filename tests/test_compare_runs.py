@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ import evaluate
 import train
 from machinery import figures, results, statistics
 from machinery.runs import data_fingerprint
+from model import FixedCodes, ModelConfig
 
 ROOT = Path(__file__).parents[1]
 V, K = 3072, 12
@@ -169,6 +171,9 @@ def test_coverage_of_both_intervals_is_near_nominal():
       "table_free": False}, "binary"),
     ({"input": "binary", "code_values": "pm1", "code_scale": "matched"},
      "binary pm1 scale matched"),
+    ({"input": "binary", "code_seed": 9, "code_width": 0}, "binary"),
+    ({"input": "binary", "code_seed": 9, "code_width": 48}, "binary code 9 width 48"),
+    ({"input": "random", "code_seed": 9, "code_width": 48}, "random code 9 width 48"),
     ({"input": "learned", "input_std": 0.02}, "learned"),
     ({"input": "learned", "input_std": 1.0}, "learned std 1"),
     ({"input": "binary", "lift": "interleave", "table_free": True},
@@ -346,7 +351,8 @@ def test_the_score_of_the_runs_own_data_is_taken(six_runs):
 
 def test_scores_of_data_named_by_path_are_of_the_same_data(six_runs, tmp_path):
     """Held-out scores once named their data by path only."""
-    meta = {"format": 1, "tokenizer": {"sha256": "1" * 64}, "shards": [{"train": "a", "val": "b"}]}
+    meta = {"format": 1, "sources": [], "tokenizer": {"sha256": "1" * 64},
+            "shards": [{"train": "a", "val": "b"}]}
     for path in six_runs:
         edit(path / "config.json", data_fingerprint=data_fingerprint(meta))
     assert len(compare.compare_runs(six_runs)["groups"]) == 2
@@ -468,6 +474,17 @@ def test_report_and_figures(tmp_path, six_runs, monkeypatch, capsys):
     assert difference in capsys.readouterr().out
     assert "1,771,200" in text and "60 validation documents" in text
     assert result["experiment"]["max_lr"] == 0.003
+
+
+def test_figures_of_wide_codes_leave_out_what_is_not_known(tmp_path):
+    reports = [FixedCodes(ModelConfig("binary", 300, n_embd=48, n_head=2, code_width=48)).report(),
+               FixedCodes(ModelConfig("random", 300, n_embd=36, n_head=2)).report()]
+    paths = [write_run(tmp_path, "learned")]
+    paths += [write_run(tmp_path, f"wide{i}", cost=0.1, input="binary", code_width=i, report=report)
+              for i, report in enumerate(reports)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert "codes" in figures.draw_runs(compare.compare_runs(paths), tmp_path)
 
 
 def test_one_seed_has_no_seed_interval(six_runs):

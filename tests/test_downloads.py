@@ -460,38 +460,36 @@ def test_the_hub_is_asked_for_that_revision(hub, server, tmp_path):
     assert server.revisions == {"refs%2Fconvert%2Fparquet", "refs%2Fconvert%2Fit"}
 
 
-@pytest.mark.parametrize("keep", ["--keep_downloads", "--val_fraction=0"])
-def test_a_flipped_byte_in_a_file_of_the_hub_is_noticed(keep, hub, server, tokenizer_path,
-                                                        tmp_path):
-    """In the hub's cache, or in the folder that it filled."""
-    flags = "--shards=0:1", f"--tokenizer={tokenizer_path}", keep
-    if keep == "--keep_downloads":
-        assert hub(*flags, f"--out={tmp_path}/first").returncode == 0
-        [damaged] = [path for path in (tmp_path / "hf_home").rglob("blobs/*")
-                     if len(path.name) == 64]
-    else:
-        code = ("import sys\n"
-                "from machinery.downloads import fetch\n"
-                "print(fetch(sys.argv[1], sys.argv[2], keep=False))\n")
-        name = f"hf://datasets/o/n@{REVISION}/{FILE.format(0)}"
-        done = subprocess.run([sys.executable, "-c", code, name, tmp_path / "out/downloads"],
-                              cwd=ROOT, capture_output=True, text=True, env=hub.settings)
-        damaged = Path(done.stdout.strip())
-    data = bytearray(damaged.read_bytes())
+def flip_a_byte(path):
+    data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
-    damaged.write_bytes(data)
+    path.write_bytes(data)
+
+
+def test_a_flipped_byte_in_the_cache_of_the_hub_is_noticed(hub, tmp_path):
+    flags = "--shards=0:1", f"--tokenizer=o/t@{REVISION}", "--keep_downloads"
+    assert hub(*flags, f"--out={tmp_path}/first").returncode == 0
+    [link] = (tmp_path / "hf_home").rglob("*.parquet")
+    flip_a_byte(link.resolve())
     result = hub(*flags, f"--out={tmp_path}/out")
     assert_one_line(result, "hash", FILE.format(0))
     assert not final_names(tmp_path / "out")
-
-
-def test_a_flipped_byte_in_the_tokenizer_of_the_hub_is_noticed(hub, tmp_path):
-    flags = "--shards=0:1", f"--tokenizer=o/t@{REVISION}"
-    assert hub(*flags, f"--out={tmp_path}/first").returncode == 0
     [link] = (tmp_path / "hf_home").rglob("tokenizer.json")
-    damaged = link.resolve()
-    damaged.write_bytes(damaged.read_bytes().replace(b"a", b"b", 1))
-    assert_one_line(hub(*flags, f"--out={tmp_path}/out"), "hash", "tokenizer.json")
+    flip_a_byte(link.resolve())
+    assert_one_line(hub(*flags, f"--out={tmp_path}/other"), "hash", "tokenizer.json")
+
+
+def test_a_flipped_byte_in_a_folder_that_the_hub_filled_is_noticed(hub, tokenizer_path, tmp_path):
+    code = ("import sys\n"
+            "from machinery.downloads import fetch\n"
+            "print(fetch(sys.argv[1], sys.argv[2], keep=False))\n")
+    name = f"hf://datasets/o/n@{REVISION}/{FILE.format(0)}"
+    done = subprocess.run([sys.executable, "-c", code, name, tmp_path / "out/downloads"],
+                          cwd=ROOT, capture_output=True, text=True, env=hub.settings)
+    flip_a_byte(Path(done.stdout.strip()))
+    result = hub("--shards=0:1", f"--tokenizer={tokenizer_path}", f"--out={tmp_path}/out")
+    assert_one_line(result, "hash", FILE.format(0))
+    assert not final_names(tmp_path / "out")
 
 
 def test_another_revision_of_the_corpus_is_refused(hub, tokenizer_path, tmp_path):

@@ -372,11 +372,14 @@ def test_interrupted_evaluation_continues(binary, tmp_path):
     pairs = random_pairs(5)
     with pytest.raises(KeyboardInterrupt):
         score(dataclasses.replace(binary, forward=dies), pairs, batch_tokens=64, cache=cache)
-    with open(tmp_path / "finished.0", "a") as file:
-        file.write("0123456789abcdef0123")  # a torn line
+    with open(tmp_path / "finished.0", "ab") as file:
+        for line in (b"a" * 32 + b" nan 1", b"b" * 32 + b" \xff 1", b"c" * 32 + b" -1.2.3.4 0",
+                     b"d" * 32 + b" -1e-07 1", b"0123456789abcdef0123"):  # the last one torn
+            file.write(line + b"\n")
     again, whole = [], []
     scorer = Scorer(watch(binary, again), batch_tokens=64, cache=cache)
-    assert len(scorer.finished) > 5
+    assert len(scorer.finished) > 5 and scorer.finished["d" * 32] == (-1e-7, True)
+    assert not {letter * 32 for letter in "abc"} & scorer.finished.keys()
     assert_close(scorer.score(pairs), score(binary, pairs))
     score(watch(binary, whole), pairs, batch_tokens=64)
     assert len(again) < len(whole)
@@ -1041,7 +1044,7 @@ def test_a_place_that_is_not_ours_is_told_as_such(make_run, tasks_dir, monkeypat
     code, line = main_ends_in_one_line(
         monkeypatch, capsys, "score", make_run("binary"), "--tasks=own_choice", "--device=cpu",
         f"--include_path={tasks_dir}")
-    assert code == 1 and "Permission denied (/nobody/cache); set HF_HOME=DIR" in line
+    assert code == 1 and "/nobody/cache: Permission denied" in line and "set HF_HOME=DIR" in line
     assert "--data_dir" not in line
 
 
@@ -1269,6 +1272,7 @@ def test_unlike_scores_never_share_a_file(own_run, prepared, tmp_path, monkeypat
     (other / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
     names = heldout(monkeypatch, own_run, other)
     assert len(names) == 4 and heldout(monkeypatch, own_run, other) == names  # the like of it
+    assert sum("-data" in name for name in names) == 1
     assert (own_run / plain[0]).read_bytes() == first
     said = [read_json(own_run / name) for name in names]
     facts = [(each["data_sha256"], each["dtype"], each["max_length"]) for each in said]
@@ -1615,7 +1619,8 @@ ARCHITECTURES = {
     "gpt_neo": ("GPTNeo", {"attention_types": [[["global", "local"], 1]], "num_layers": 2,
                            "num_heads": 4}, True),
     "a short window": ("Mistral", {"sliding_window": 8}, False),
-    "windows in some layers": ("Gemma3Text", {"sliding_window": 8, "query_pre_attn_scalar": 8,
+    "a longer window": ("Mistral", {"sliding_window": 40}, False),
+    "windows in some layers": ("Gemma3Text", {"sliding_window": 40, "query_pre_attn_scalar": 8,
                                               "layer_types": ["sliding_attention",
                                                               "full_attention"]}, False),
     "a state": ("Mamba", {"state_size": 4}, False),
@@ -1666,7 +1671,8 @@ def test_references_score_as_their_plain_pass(make_reference, transformers, name
         return model(idx).logits[select]
 
     plain = dataclasses.replace(stub(None), forward=forward)
-    pairs = random_pairs(8)[:-3]
+    context = np.random.default_rng(9).integers(0, 320, 55).tolist()  # longer than any window here
+    pairs = random_pairs(8)[:-3] + arrays([(context, [i, 7, i]) for i in range(5)])
     expected = [direct(plain, a.tolist(), b.tolist()) for a, b in pairs]
     assert len({round(nats, 2) for nats, _ in expected}) > 20  # the model tells inputs apart
     candidate = open_reference(folder)
@@ -1700,10 +1706,10 @@ def test_a_model_that_makes_all_logits_is_read_at_the_right_places(make_referenc
     assert_close(score(open_reference(folder), pairs, share=False), expected)
 
 
-def test_generation_of_references_sees_its_whole_prompt(make_reference):
+def test_generation_of_references_sees_its_whole_prompt(llama_with_bos):
     """Its bos too, which generate() would take for padding."""
-    candidate = open_reference(make_reference("llama"))
-    for prompt in ([0, 5, 9, 12], [7, 0, 0, 3]):
+    candidate = open_reference(llama_with_bos)
+    for prompt in ([320, 5, 9, 12], [7, 320, 320, 3]):
         assert list(candidate.generate(prompt, 5, 0.0, None)) == greedy_ids(candidate, prompt, 5)
     drawn = []
     for seed in (1, 1, 2):
@@ -1748,7 +1754,11 @@ def llama_with_bos(tokenizer_file, tmp_path_factory):
     config = transformers.LlamaConfig(**{**HF_SIZES, "vocab_size": 322, "head_dim": None,
                                          "bos_token_id": 320, "eos_token_id": 321})
     torch.manual_seed(0)
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    model = transformers.LlamaForCausalLM(config)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(6 if p.dim() == 2 else 1)
+    model.save_pretrained(folder)
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({
         "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}),

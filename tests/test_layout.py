@@ -13,7 +13,9 @@ STAGES = ("prepare", "train", "evaluate", "compare")
 ROOMS = sorted(f"machinery.{path.stem}" for path in (ROOT / "machinery").glob("[!_]*.py"))
 TORCH_FREE = ("codes", "prepare", "compare", "machinery.files", "machinery.sources",
               "machinery.tokenizer", "machinery.workers", "machinery.shards", "machinery.runs",
-              "machinery.sweep", "machinery.statistics", "machinery.figures")
+              "machinery.sweep", "machinery.statistics", "machinery.figures", "machinery.twin",
+              "machinery.downloads", "machinery.checks", "machinery.progress", "machinery.joining",
+              "machinery.errors", "machinery.signals", "machinery.tables", "machinery.results")
 CORE_LINES, LONGEST_FILE, LONGEST_ROOM, LONGEST_FUNCTION, LONGEST_MAIN = 2100, 500, 330, 60, 80
 
 
@@ -121,3 +123,13 @@ def test_an_old_python_is_told_in_one_line():
     assert done.returncode == 1
     assert done.stderr.startswith("nanobit needs Python 3.11 or newer")
     assert done.stderr.count("\n") == 1
+
+
+def test_the_readme_counts_lines_rightly():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    total = 0
+    for number, name in enumerate(CORE, 1):
+        lines = len(path_of(name).read_text(encoding="utf-8").splitlines())
+        assert f"| {number} `{name}.py` | {lines} |" in text, f"{name}.py has {lines} lines"
+        total += lines
+    assert f"{total:,} lines" in text, f"{total:,} lines in all"

@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 
 from codes import FIXED, binary_codes, draw_recoding, recode
-from kernels import attend
+from kernels import LinearCrossEntropy, attend
 from machinery.checkpoints import load_model, read_checkpoint
-from machinery.costs import count_parameters, flops_per_target
+from machinery.costs import count_parameters, flops_per_target, print_model
+from machinery.huggingface import describe_table, make_input
 from machinery.runs import list_checkpoints
 from model import (
     INPUTS,
@@ -264,6 +265,13 @@ def test_code_facts_for_the_record():
     (dict(input="binary", lift="stack"), "tile or interleave"),
     (dict(input="tied", lift="interleave"), "no meaning"),
     (dict(input="lowdim", n_embd=30), "n_bits=7"),
+    (dict(input="binary", code_width=6), "code_width=6: expected at least n_bits=7"),
+    (dict(input="random", code_width=-1), "code_width=-1: expected at least n_bits=7"),
+    (dict(input="binary", code_width=32), "a multiple of .* code_width=32; 32 would do"),
+    (dict(input="random", code_width=8), "a multiple of .* code_width=8; 24 or 32 would do"),
+    (dict(input="gf2", code_width=14), "no meaning for input=gf2, only for binary, random"),
+    (dict(input="learned", code_width=14), "no meaning for input=learned"),
+    (dict(input="binary", code_width=14, table_free=True), "code_width=14, table_free=True"),
     (dict(input="binary", input_std=1.0), "only for learned, lowdim"),
     (dict(input="tied", input_std=1.0), "no meaning for input=tied"),
     (dict(input="learned", input_std=0.0), "input_std=0.0: expected a number above 0"),
@@ -272,6 +280,53 @@ def test_code_facts_for_the_record():
 def test_options_without_meaning_are_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         ModelConfig(**{**TINY, **fields})
+
+
+@pytest.mark.parametrize("fields", [
+    dict(input="binary"), dict(input="binary", code_values="pm1", lift="interleave"),
+    dict(input="random"), dict(input="random", code_scale="matched"), dict(input="sinusoid"),
+    dict(input="lowdim")])
+def test_code_width_is_the_numbers_an_id_has(fields):
+    """Codes, vectors, copies, the matched norm, the count, a checkpoint, and an export and back."""
+    model, ids = small(n_embd=56, code_width=14, **fields), torch.arange(100)[None]
+    table = model.model.embed_tokens
+    x = vectors(model, ids)[0]
+    if fields["input"] == "lowdim":
+        numbers = table.weight.detach()
+        assert count_parameters(model)["input"] == 100 * 14
+    else:
+        numbers = table.values(table.codebook)
+        assert count_parameters(model)["input"] == 0 and table.codebook.shape == (100, 14)
+    if fields.get("lift") == "interleave":
+        assert torch.equal(x, numbers.repeat_interleave(4, 1))
+    else:
+        assert torch.equal(x, numbers.repeat(1, 4))
+    assert len(torch.unique(x, dim=0)) == 100
+    if fields.get("code_scale") == "matched":
+        assert x.square().sum(1).mean().item() == pytest.approx(0.02**2 * 56, rel=1e-5)
+    again = Decoder(model.config, seed=2)
+    again.load_state_dict(model.state_dict())
+    assert torch.equal(vectors(again, ids)[0], x)
+    made_of, _ = describe_table(model.config, table)
+    assert made_of["code_width"] == 14
+    back = make_input(model.config, made_of, x)
+    assert torch.equal(back(ids, torch.float32, None)[0], x)
+
+
+def test_code_width_of_ceil_log2_v_is_the_codes_themselves():
+    for input in ("binary", "random", "sinusoid"):
+        ids = torch.arange(100)[None]
+        wide, plain = small(input, code_width=7), small(input)
+        assert torch.equal(vectors(wide, ids), vectors(plain, ids))
+
+
+@pytest.mark.parametrize("fields, said", [
+    (dict(input="learned", input_std=0.5), "the input table is drawn with standard deviation 0.5"),
+    (dict(input="binary", code_width=14), "each id is 14 fixed numbers, tiled 2 times")])
+def test_an_estimate_says_what_the_input_is(fields, said):
+    lines = []
+    print_model(ModelConfig(**TINY | fields), 0.1, lines.append)
+    assert any(said in line for line in lines)
 
 
 @pytest.mark.parametrize("input", ["learned", "lowdim"])
@@ -428,6 +483,20 @@ def test_loss_is_float32_under_autocast():
     assert abs(exact.item() - math.log(3000)) < 0.05
     loss = model.bfloat16()(idx, idx)[1]  # in bfloat16 it would move in steps of 1/32
     assert loss.dtype == torch.float32 and abs(loss - exact) < 0.01
+
+
+@pytest.mark.parametrize("vocab_size", [3072, 49_152])
+def test_loss_of_bfloat16_hidden_states_is_nearer_than_torchs_own(vocab_size):
+    """Why kernels.py has a loss of its own: torch's is rounded to bfloat16."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(512, 192, generator=generator).bfloat16()
+    weight = 0.02 * torch.randn(vocab_size, 192, generator=generator)
+    targets = torch.randint(vocab_size, (512,), generator=generator)
+    exact = F.cross_entropy(x.double() @ weight.double().T, targets)
+    ours = LinearCrossEntropy.apply(x, weight, targets, False)
+    theirs = F.linear_cross_entropy(x, weight.bfloat16(), targets)
+    assert ours.dtype == torch.float32 and (ours - exact).abs() < 0.0001
+    assert (theirs - exact).abs() > (ours - exact).abs()
 
 
 # --- gradients and activation checkpointing

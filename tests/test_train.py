@@ -36,9 +36,10 @@ from training import (
     values,
 )
 
+import prepare
 import train
 from codes import FIXED
-from machinery import machine, settings
+from machinery import machine, reports, settings
 from machinery.checkpoints import load_model, read_checkpoint
 from machinery.costs import count_parameters
 from machinery.runs import list_checkpoints
@@ -443,6 +444,19 @@ def test_the_preset_is_the_papers_only_where_its_data_are_too(data_dir, tmp_path
     assert settings.pick_preset(train.PRESETS, {"preset": "smoke"}) == ("smoke", "--preset")
 
 
+@pytest.mark.parametrize("preset", train.PRESETS)
+def test_the_advice_on_missing_data_makes_data_of_the_presets_vocabulary(tmp_path, monkeypatch,
+                                                                         preset):
+    args = parse_args([f"--preset={preset}", "--device=cpu", f"--data={tmp_path}/new"])
+    with pytest.raises(FileNotFoundError, match="no prepared data here") as missing:
+        train.open_data(args, 0, 1, print)
+    command = str(missing.value).split("; run python ")[1].split(" (or")[0].split()
+    monkeypatch.setattr(sys, "argv", command)
+    wanted = prepare.parse_args()
+    sizes = {"train:3072": 3072, "utf16": 65_536, prepare.SMOLLM2: 49_152}
+    assert wanted.out == f"{tmp_path}/new" and sizes[wanted.tokenizer] == args.vocab_size
+
+
 def test_the_device_is_the_fastest_there_is(monkeypatch):
     def parsed(*argv):
         args = parse_args(["--preset=smoke", *argv])
@@ -485,6 +499,20 @@ def test_a_run_that_will_not_read_every_shard_says_so(data_dir, tmp_path, monkey
     assert advice in capsys.readouterr().out
     run_here(monkeypatch, data_dir, tmp_path / "b", max_targets=1024, windows_per_visit=5)
     assert "streams will read" not in capsys.readouterr().out
+
+
+def test_what_to_expect_is_said_of_a_presets_own_run():
+    def said(*argv):
+        args = parse_args(["--preset=smoke", "--device=cpu", *argv])
+        return reports.expectation(args, train.PRESETS, {("smoke", "binary"): {200: 4.961}})
+
+    assert said() == "expected, as measured: validation loss 4.96 after 200 updates"
+    assert said("--micro_batch=2", "--eval_every=7", "--seed=3", "--data=x") == said()
+    for other in ("--input=gf2", "--n_layer=2", "--max_lr=1e-2", "--max_targets=4096",
+                  "--decay_steps=100"):
+        assert "nothing is known" in said(other), other
+    for preset, input in train.MILESTONES:
+        assert preset in train.PRESETS and input in INPUTS
 
 
 # --- the same run on any machine
