@@ -134,8 +134,8 @@ def clean_text(text):
 def is_held_out(key, text, seed, fraction):
     """Return whether a document belongs to val (the paper, "Data"), by SPLIT_RULE.
 
-    The id is key, or the text where there is none. Python's own hash() would change from run to
-    run.
+    The id is key, or the text where there is none; the hash is a number in [0, 1). Python's own
+    hash() would change from run to run.
     """
     name = f"{seed}:{text if key is None else key}".encode("utf-8", "replace")
     digest = hashlib.blake2b(name, digest_size=8).digest()
@@ -176,7 +176,7 @@ def encode_rows(rows):
     n_bytes = Counter()
     for key, text in rows:
         text, reason = clean_text(text)
-        ids = worker.encode(text) if text else None  # encode too may return None
+        ids = worker.encode(text) if text else None  # utf16 has none for U+FFFF
         if ids is None:
             skipped[reason or "holds the end of text"] += 1
             continue
