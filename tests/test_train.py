@@ -36,14 +36,15 @@ from training import (
     values,
 )
 
-import prepare
 import train
 from codes import FIXED
 from machinery import machine, reports, settings
+from machinery.arguments import parse_prepare_args
 from machinery.checkpoints import load_model, read_checkpoint
 from machinery.costs import count_parameters
 from machinery.runs import list_checkpoints
 from machinery.shards import open_shards
+from machinery.tokenizer import SMOLLM2
 from model import INPUTS, Decoder, ModelConfig
 from train import WindowSampler, learning_rate, rank_rows, uniforms
 
@@ -452,8 +453,8 @@ def test_the_advice_on_missing_data_makes_data_of_the_presets_vocabulary(tmp_pat
         train.open_data(args, 0, 1, print)
     command = str(missing.value).split("; run python ")[1].split(" (or")[0].split()
     monkeypatch.setattr(sys, "argv", command)
-    wanted = prepare.parse_args()
-    sizes = {"train:3072": 3072, "utf16": 65_536, prepare.SMOLLM2: 49_152}
+    wanted = parse_prepare_args("")
+    sizes = {"train:3072": 3072, "utf16": 65_536, SMOLLM2: 49_152}
     assert wanted.out == f"{tmp_path}/new" and sizes[wanted.tokenizer] == args.vocab_size
 
 
