@@ -30,12 +30,10 @@ greedy decoding gives it. The last token is never an input; what is too long los
 """
 
 import math
-import os
 from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from machinery import scores
 from machinery.candidates import Candidate, load_finite, run_tokenizer, vocabulary_sha256
@@ -43,11 +41,11 @@ from machinery.checkpoints import hash_tensors
 from machinery.errors import one_line
 from machinery.files import sha256
 from machinery.huggingface import export_checkpoint, import_folder
-from machinery.options import parse_args
+from machinery.options import parse_evaluate_args
 from machinery.packing import cut_documents
 from machinery.references import open_reference
 from machinery.runs import data_fingerprint
-from machinery.scorer import MAX_LENGTH, Scorer, agree
+from machinery.scorer import MAX_LENGTH, Scorer, agree, join_processes, leave_processes
 from machinery.shards import open_shards, read_meta
 from machinery.tokenizer import load_tokenizer, token_bytes
 from machinery.tokenizer import vocab_size as tokenizer_size
@@ -232,11 +230,7 @@ def score_one(name, candidate, out, args):
 
 def command_score(args):
     """Score every checkpoint and every reference model."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        dist.init_process_group("gloo")  # only finished scores are exchanged
-        agree(vars(args))
-        if args.device == "cuda":
-            args.device = f"cuda:{os.environ['LOCAL_RANK']}"
+    args = join_processes(args)
     for path in args.checkpoints:
         out = scores.scores_directory(path, args.out, is_reference=False)
         score_one(path, open_checkpoint(path, args.device, args.dtype), out, args)
@@ -244,8 +238,7 @@ def command_score(args):
         out = scores.scores_directory(name, args.out, is_reference=True)
         candidate = open_reference(name, args.device, args.dtype, args.trust_remote_code)
         score_one(name, candidate, out, args)
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    leave_processes()
 
 
 def command_sample(args):
@@ -300,7 +293,7 @@ COMMANDS = {"score": command_score, "sample": command_sample, "probe": command_p
 
 
 def main():
-    args = parse_args(__doc__, SUITES)
+    args = parse_evaluate_args(SUITES, __doc__)
     COMMANDS[args.command](args)
 
 
