@@ -30,12 +30,10 @@ greedy decoding gives it. The last token is never an input; what is too long los
 """
 
 import math
-import os
 from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from machinery import scores
 from machinery.candidates import Candidate, load_finite, run_tokenizer, vocabulary_sha256
@@ -43,19 +41,19 @@ from machinery.checkpoints import hash_tensors
 from machinery.errors import one_line
 from machinery.files import sha256
 from machinery.huggingface import export_checkpoint, import_folder
-from machinery.options import parse_args
+from machinery.options import parse_evaluate_args
 from machinery.packing import cut_documents
 from machinery.references import open_reference
 from machinery.runs import data_fingerprint
-from machinery.scorer import Scorer, agree
+from machinery.scorer import MAX_LENGTH, Scorer, agree, join_processes, leave_processes
 from machinery.shards import open_shards, read_meta
 from machinery.tokenizer import load_tokenizer, token_bytes
 from machinery.tokenizer import vocab_size as tokenizer_size
 from model import FixedCodes
 
 # The paper's benchmarks: (tasks, shots). Of the answers to a question acc takes the one of the
-# greatest ln p, acc_norm the one of the greatest ln p per byte. WikiText's windows are the longest
-# inputs: memory trouble shows first.
+# greatest ln p, acc_norm the one of the greatest ln p per character of the
+# answer. WikiText's windows are the longest inputs: memory trouble shows first.
 SUITES = {"paper": [("wikitext,hellaswag,arc_easy,arc_challenge,piqa,winogrande,openbookqa,"
                      "commonsense_qa,lambada_openai,mmlu", 0), ("mmlu", 5)]}
 MOST_NATS = 700  # exp of more has no float64
@@ -222,7 +220,9 @@ def score_one(name, candidate, out, args):
     if scorer.part > 0:
         return
     # Before anything is printed: hours may be in it.
-    path = scores.write(out / scores.scores_name(args, candidate.facts), result)
+    usual_length = min(MAX_LENGTH, candidate.context)
+    path = out / scores.scores_name(args, candidate.facts, usual_length)
+    path = scores.write(path, result)
     scorer.remove_cache()
     show(result)
     print(f"written to {path}")
@@ -230,11 +230,7 @@ def score_one(name, candidate, out, args):
 
 def command_score(args):
     """Score every checkpoint and every reference model."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        dist.init_process_group("gloo")  # only finished scores are exchanged
-        agree(vars(args))
-        if args.device == "cuda":
-            args.device = f"cuda:{os.environ['LOCAL_RANK']}"
+    args = join_processes(args)
     for path in args.checkpoints:
         out = scores.scores_directory(path, args.out, is_reference=False)
         score_one(path, open_checkpoint(path, args.device, args.dtype), out, args)
@@ -242,8 +238,7 @@ def command_score(args):
         out = scores.scores_directory(name, args.out, is_reference=True)
         candidate = open_reference(name, args.device, args.dtype, args.trust_remote_code)
         score_one(name, candidate, out, args)
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    leave_processes()
 
 
 def command_sample(args):
@@ -298,7 +293,7 @@ COMMANDS = {"score": command_score, "sample": command_sample, "probe": command_p
 
 
 def main():
-    args = parse_args(__doc__, SUITES)
+    args = parse_evaluate_args(SUITES, __doc__)
     COMMANDS[args.command](args)
 
 

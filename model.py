@@ -45,10 +45,10 @@ INIT_STD = 0.02  # of every matrix and the learned table, but for the projection
 NO_FLOAT64 = ("mps",)  # Apple's GPUs
 CHOICES = {"input": INPUTS, "ffn": ("swiglu", "gelu"), "code_values": ("01", "pm1"),
            "lift": ("tile", "interleave")}
-MEANINGFUL = {"code_values": BITS, "table_free": BITS, "code_offset": ("gf2",),
-              "code_scale": tuple(FIXED), "lift": (*FIXED, "lowdim"),
-              "code_width": ("binary", "random", "sinusoid", "lowdim"),
-              "input_std": ("learned", "lowdim")}  # for which inputs
+ONLY_FOR = {"code_values": BITS, "table_free": BITS, "code_offset": ("gf2",),
+            "code_scale": tuple(FIXED), "lift": (*FIXED, "lowdim"),
+            "code_width": ("binary", "random", "sinusoid", "lowdim"),
+            "input_std": ("learned", "lowdim")}  # the inputs for which it has a meaning
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class ModelConfig:
                 listed = ", ".join(choices) if name == "input" else " or ".join(choices)
                 one_of = "one of " if name == "input" else ""
                 raise ValueError(f"{name}={value}: expected {one_of}{listed}")
-        for name, inputs in MEANINGFUL.items():
+        for name, inputs in ONLY_FOR.items():
             value = getattr(self, name)
             if value != getattr(ModelConfig, name) and self.input not in inputs:
                 raise ValueError(f"{name}={value} has no meaning for input={self.input}, "
@@ -351,8 +351,7 @@ class Block(nn.Module):
         # The reentrant kind needs an input that requires grad. Fixed codes do not, and it would
         # give the body no gradient at all, with only a warning.
         if checkpoint_activations == "block" and torch.is_grad_enabled():
-            # Runs this method with "none" and again in the backward pass. Training has no cache and
-            # no mask.
+            # Runs this method again, with "none"; training only, so no cache and no mask.
             return checkpoint(self, x, rope, use_reentrant=False)
         if checkpoint_activations == "selective" and torch.is_grad_enabled():
             return checkpoint(self, x, rope, use_reentrant=False, context_fn=selective_contexts)
@@ -407,8 +406,7 @@ class Decoder(nn.Module):
                 continues. It grows by T.
             positions: int64 (B, T), where they are not past, past + 1, ... in every row.
             mask: bool (B, 1, T, past + T), true where a query may see a key; causal unless given.
-            select: (rows, columns), int64 [n] each: logits are made at these places only, (n, V);
-                not together with targets.
+            select: (rows, columns), int64 [n] each: logits (n, V) there only; without targets.
         Returns: (logits (B, T, V), None), or (None, loss) where there are targets: then the logits
             never exist all at once. The loss is float32, nats per target; 0 where none counts.
         """

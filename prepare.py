@@ -24,11 +24,9 @@ command goes on. Text is ordinary text: the spelling of a special token never be
 What is not Unicode (bytes that are not UTF-8, lone surrogates) becomes U+FFFD.
 """
 
-import argparse
 import hashlib
 import itertools
 import os
-import re
 import shutil
 import signal
 import sys
@@ -41,6 +39,7 @@ from typing import NamedTuple
 import numpy as np
 from tokenizers import Tokenizer
 
+from machinery.arguments import parse_prepare_args
 from machinery.checks import check, print_stats, resume
 from machinery.downloads import discard
 from machinery.errors import one_line
@@ -64,18 +63,14 @@ from machinery.sources import (
     is_same_source,
     read_rows,
 )
-from machinery.tokenizer import (
-    SMOLLM2,
-    check_name,
-    find_eot,
-    find_tokenizer,
-    load_tokenizer,
-    vocab_size,
-)
+from machinery.tokenizer import find_eot, find_tokenizer, load_tokenizer, vocab_size
 from machinery.twin import FAST, find_twin, make_encoder
-from machinery.workers import count_cores, die_with_parent, run_in_order, start_fork_server
+from machinery.workers import die_with_parent, run_in_order, start_fork_server
 
 BATCH_DOCUMENTS = 256  # encoded at a time; fewer, if they are longer than BATCH_BYTES together
+# The rule of is_held_out, as meta.json tells it.
+SPLIT_RULE = "blake2b-8 of 'seed:id' / 2^64 < fraction"
+worker = None  # a process's own, set by start_worker: encode, end_of_text, split_seed, val_fraction
 
 
 class Batch(NamedTuple):
@@ -104,9 +99,10 @@ def read_batches(meta, args, keep):
 
     A download is deleted after its last row unless it is to be kept.
     """
-    left = args.max_documents or sys.maxsize
+    left = args.max_documents or sys.maxsize  # rows still to read
     todo = [name for name, entry in zip(meta["sources"], meta["shards"]) if not entry]
     fetched = fetch_ahead(todo, args)
+    # entry: what meta.json tells of a source file whose shards are finished, else None.
     for number, (name, entry) in enumerate(zip(meta["sources"], meta["shards"])):
         if entry:
             left -= count_documents(entry) + sum(entry["skipped"].values())
@@ -136,10 +132,10 @@ def clean_text(text):
 
 
 def is_held_out(key, text, seed, fraction):
-    """Return whether a document belongs to val (the paper, "Data").
+    """Return whether a document belongs to val (the paper, "Data"), by SPLIT_RULE.
 
-    It does if blake2b-8 of the seed and its id (its text where it has none), as a number in [0, 1),
-    is below fraction. Python's own hash() would change from run to run.
+    The id is key, or the text where there is none; the hash is a number in [0, 1). Python's own
+    hash() would change from run to run.
     """
     name = f"{seed}:{text if key is None else key}".encode("utf-8", "replace")
     digest = hashlib.blake2b(name, digest_size=8).digest()
@@ -180,7 +176,7 @@ def encode_rows(rows):
     n_bytes = Counter()
     for key, text in rows:
         text, reason = clean_text(text)
-        ids = worker.encode(text) if text else None
+        ids = worker.encode(text) if text else None  # utf16 has none for U+FFFF
         if ids is None:
             skipped[reason or "holds the end of text"] += 1
             continue
@@ -205,7 +201,8 @@ def write_shards(meta, settings, workers, args):
     writers = None
     if (Path(args.out) / "meta.json").exists():
         write_meta(args.out, meta)  # without what is damaged, with what is new
-    with Progress(len(shards), shards.count(None), count_rows(meta, args)) as progress:
+    with Progress(n_shards=len(shards), n_todo=shards.count(None),
+                  n_documents=count_rows(meta, args)) as progress:
         for batch, (skipped_in_batch, replaced_in_batch, sides) in encoded:
             if writers is None:
                 writers = [ShardWriter(args.out, split, batch.number) for split in SPLITS]
@@ -233,84 +230,6 @@ def write_shards(meta, settings, workers, args):
     write_meta(args.out, meta)
 
 
-def parse_args():
-    """Return the command line's settings, with the defaults that depend on the source."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, usage=argparse.SUPPRESS, allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter)
-    group = parser.add_argument_group("documents")
-    group.add_argument("--source", default="stdlib",
-                       help="stdlib, fineweb-edu, an http(s) or hf:// URL, or a path or glob of "
-                       ".parquet, .jsonl, .jsonl.gz, .jsonl.zst or .txt files "
-                       "(default: %(default)s)")
-    group.add_argument("--shards",
-                       help="A:B, take only the source files numbered A to B - 1 (default: all)")
-    group.add_argument("--max_documents", type=int,
-                       help="take only the first so many documents (default: all)")
-    group.add_argument("--text_column", default="text",
-                       help="name of the text column (default: %(default)s)")
-    group.add_argument("--id_column", default="id",
-                       help="name of the id column; documents without one are split by their text "
-                       "(default: %(default)s)")
-    group = parser.add_argument_group("what becomes of them")
-    group.add_argument("--tokenizer",
-                       help="train:N, utf16, a tokenizer.json, or a Hugging Face "
-                       "OWNER/REPOSITORY@REVISION (default: train:3072 for stdlib, else "
-                       f"{SMOLLM2})")
-    group.add_argument("--val_fraction", type=float,
-                       help="share held out (default: 0.05 for stdlib, else 0.001)")
-    group.add_argument("--split_seed", type=int, default=0,
-                       help="seed of the split (default: %(default)s)")
-    group.add_argument("--out", help="directory to write (default: data/ and the source's name)")
-    group.add_argument("--workers", type=int, default=count_cores(),
-                       help="processes (default: the %(default)s cores that it may use)")
-    group.add_argument("--keep_downloads", action="store_true",
-                       help="do not delete downloaded files after use")
-    group = parser.add_argument_group("instead of preparing")
-    group.add_argument("--check", metavar="DIR", help="verify every shard of a prepared directory")
-    group.add_argument("--join", metavar="DIR", nargs="+",
-                       help="with --out: make one directory of those that several machines "
-                       "prepared, each with other --shards")
-    group.add_argument("--stats", action="store_true",
-                       help="with --check: print its size and its documents' lengths")
-    args = parser.parse_args()
-    if args.join and not args.out:
-        parser.error("--join goes with --out=DIR")
-    embedded = args.source == "stdlib"
-    if args.tokenizer is None:
-        args.tokenizer = "train:3072" if embedded else SMOLLM2
-    for flag in ("source", "tokenizer", "out", "check"):
-        if getattr(args, flag) is not None:  # a shell leaves the ~ of --out=~/data alone
-            setattr(args, flag, os.path.expanduser(getattr(args, flag)))
-    if args.out is None:
-        name = re.sub(r"[*?\[\]!]+", "", Path(args.source).name.split(".")[0]).strip("-_ ")
-        args.out = f"data/{name or 'corpus'}"
-    if args.val_fraction is None:
-        args.val_fraction = 0.05 if embedded else 0.001
-    check_args(parser, args)
-    return args
-
-
-def check_args(parser, args):
-    """End in one line if a flag's value cannot be meant."""
-    for flag in ("source", "text_column", "tokenizer", "out", "check"):
-        if getattr(args, flag) == "":
-            parser.error(f"--{flag}=: expected a value")
-    if not 0 <= args.val_fraction < 1:
-        parser.error(f"--val_fraction={args.val_fraction}: expected 0 or more and less than 1")
-    first, _, last = (args.shards or "0:1").partition(":")
-    if not (first.isdecimal() and last.isdecimal() and int(first) < int(last)):
-        parser.error(f"--shards={args.shards}: expected A:B with A < B, as in 0:2")
-    if args.workers < 1 or (args.max_documents is not None and args.max_documents < 1):
-        parser.error("--workers and --max_documents: expected 1 or more")
-    if args.stats and not args.check:
-        parser.error("--stats goes with --check=DIR")
-    try:
-        check_name(args.tokenizer)
-    except ValueError as error:
-        parser.error(error)
-
-
 def prepare(args):
     """Prepare in the directory args.out what the command line asks for."""
     out = Path(args.out)
@@ -320,8 +239,7 @@ def prepare(args):
         "sources": sources,
         "columns": [args.text_column, args.id_column],
         "max_documents": args.max_documents,
-        "split": {"rule": "blake2b-8 of 'seed:id' / 2^64 < fraction", "seed": args.split_seed,
-                  "fraction": args.val_fraction},
+        "split": {"rule": SPLIT_RULE, "seed": args.split_seed, "fraction": args.val_fraction},
         "shards": [None] * len(sources),
     }
     path = find_tokenizer(args.tokenizer, out, lambda: train_texts(meta, args))
@@ -337,8 +255,9 @@ def prepare(args):
         write_whole(kept, path.read_bytes())
     if None in meta["shards"]:
         workers = args.workers if args.workers > 1 and start_fork_server() else 1
-        twin, kind = choose_engine(tokenizer)
-        print(f"{len(sources)} source files to {out}: ids by {kind}; {workers} workers", flush=True)
+        twin, engine = choose_engine(tokenizer)
+        print(f"{len(sources)} source files to {out}: ids by {engine}; {workers} workers",
+              flush=True)
         eot_id = meta["tokenizer"]["eot_id"]
         settings = (str(kept), twin, eot_id, args.split_seed, args.val_fraction)
         write_shards(meta, settings, workers, args)
@@ -348,7 +267,10 @@ def prepare(args):
 
 
 def choose_engine(tokenizer):
-    """Return (the twin for the fast engine or None, in words what makes the ids)."""
+    """Return (twin or None, in words what makes the ids).
+
+    A twin is the same tokenizer, written for a faster program, where that gives equal ids.
+    """
     if not isinstance(tokenizer, Tokenizer):
         return None, "UTF-16 code units"
     try:
@@ -358,7 +280,7 @@ def choose_engine(tokenizer):
 
 
 def main():
-    args = parse_args()
+    args = parse_prepare_args(__doc__)
     if args.check:
         return check(args.check, args.workers, args.stats)
     if args.join:

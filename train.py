@@ -28,6 +28,7 @@ import math
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -38,6 +39,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from machinery.checkpoints import facts_of, open_run, save_run, scatter_state
 from machinery.costs import print_costs, print_model
+from machinery.machine import autocast_of, compile_model
 from machinery.processes import (
     all_reduce_max,
     check_same_everywhere,
@@ -64,40 +66,43 @@ from machinery.sweep import run_sweep
 from machinery.tokenizer import load_tokenizer, token_bytes
 from model import Decoder
 
-# Each preset with its result as measured, or "not run".
+# Each preset with its result as measured, or "not run". The other flags and their defaults are in
+# machinery/settings.py, and what follows: steps = ceil(max_targets / tokens_per_step) updates, and
+# tokens_per_step = block_size x micro_batch x accumulation x processes.
 PRESETS = {
+    # The paper: 1.71B trainable parameters (fixed codes), 100B targets, 763 GPU-hours at 40 % of an
+    # H200's peak (by --dry_run). Not run.
+    "paper": dict(
+        data="data/fineweb-edu", vocab_size=49_152, block_size=2048, n_layer=24, n_head=32,
+        n_embd=2048, n_ffn=8192, tokens_per_step=262_144, micro_batch=8,
+        max_targets=100_000_000_000,
+        max_lr=1.5e-4, min_lr=1e-5, warmup_steps=2000,
+        decay_steps=382_500,  # the paper's; 1,030 updates after the last one
+        eval_windows=1024, eval_every=1000, save_every=500, log_every=10,
+        checkpoint_activations="block"),
     # 2.4M parameters, 2M targets, 2.5 minutes on 2 CPU cores: 4.12 for binary over all held-out
     # documents (evaluate.py; interpolated bigram: 4.35).
     "smoke": dict(
         data="data/stdlib", vocab_size=3072, block_size=256, n_layer=4, n_head=4, n_embd=192,
         n_ffn=512, tokens_per_step=2048, micro_batch=8, max_targets=2_000_000,
-        max_lr=4e-3, min_lr=4e-4, warmup_steps=50, decay_steps=0,
+        max_lr=4e-3, min_lr=4e-4, warmup_steps=50, decay_steps=0,  # the last update
         eval_windows=64, eval_every=200, save_every=200, log_every=20,
         checkpoint_activations="none"),
-    # The paper: 1.71B trainable parameters (fixed codes), 100B targets, 805 GPU-hours at 40 % of an
-    # H200's peak. Not run.
-    "paper": dict(
-        data="data/fineweb-edu", vocab_size=49_152, block_size=2048, n_layer=24, n_head=32,
-        n_embd=2048, n_ffn=8192, tokens_per_step=262_144, micro_batch=8,
-        max_targets=100_000_000_000,
-        max_lr=1.5e-4, min_lr=1e-5, warmup_steps=2000, decay_steps=382_500,
-        eval_windows=1024, eval_every=1000, save_every=500, log_every=10,
-        checkpoint_activations="block"),
     # The predecessor (arXiv 2605.09751): 536,870,912 values in matrices and table. Its recipe is
     # not public: the paper's here. Not run.
     "predecessor": dict(
         data="data/predecessor", vocab_size=65_536, block_size=1024, n_layer=32, n_head=32,
         n_embd=1024, n_ffn=4096, ffn="gelu", tokens_per_step=262_144, micro_batch=8,
         max_targets=16_500_000_000,
-        max_lr=1.5e-4, min_lr=1e-5, warmup_steps=2000, decay_steps=0,
+        max_lr=1.5e-4, min_lr=1e-5, warmup_steps=2000, decay_steps=0,  # the last update
         eval_windows=1024, eval_every=1000, save_every=500, log_every=10,
         checkpoint_activations="block"),
-    # One id per UTF-16 code unit, 3,500 targets/s on 2 CPU cores.
+    # One id per UTF-16 code unit, 3,500 targets/s on 2 CPU cores; loss not recorded.
     "predecessor-smoke": dict(
         data="data/stdlib-utf16", vocab_size=65_536, block_size=256, n_layer=4, n_head=4,
         n_embd=128, n_ffn=512, ffn="gelu", tokens_per_step=4096, micro_batch=16,
         max_targets=1_000_000,
-        max_lr=3e-3, min_lr=3e-4, warmup_steps=50, decay_steps=0,
+        max_lr=3e-3, min_lr=3e-4, warmup_steps=50, decay_steps=0,  # the last update
         eval_windows=64, eval_every=100, save_every=250, log_every=10,
         checkpoint_activations="none"),
 }
@@ -105,7 +110,7 @@ PRESETS = {
 PREPARE = {"smoke": "", "paper": "--source=fineweb-edu ",
            "predecessor": "--source=fineweb-edu --tokenizer=utf16 ",
            "predecessor-smoke": "--tokenizer=utf16 "}
-# (preset, input): {updates: held-out loss of seed 1}, measured on a CPU in BF16.
+# (preset, input): {updates: validation loss of seed 1}, measured on a CPU in BF16.
 MILESTONES = {
     ("smoke", "learned"): {200: 4.50, 400: 3.85, 600: 3.55, 977: 3.31},
     ("smoke", "binary"): {200: 4.96, 400: 4.21, 600: 3.87, 977: 3.56},
@@ -113,18 +118,24 @@ MILESTONES = {
 BETAS, EPS, WEIGHT_DECAY, GRAD_CLIP = (0.9, 0.95), 1e-8, 0.01, 1.0  # the paper, "Training"
 
 
-def learning_rate(step, max_lr, min_lr, warmup_steps, decay_steps):
-    """Return the learning rate of update number step (the first is 1): linear warm-up, then a
-    cosine to min_lr, then min_lr.
+def learning_rate(number, max_lr, min_lr, warmup_steps, decay_steps):
+    """Return the learning rate of update `number`, the first of which is 1: linear warm-up, then a
+    cosine to min_lr, then min_lr. With n, W and D for number, warmup_steps and decay_steps:
+
+        max_lr n / W                                                               n <= W
+        min_lr + (max_lr - min_lr) (1 + cos(pi (n - W) / (D - W))) / 2         W < n < D
+        min_lr                                                                     n >= D
+
+    settings.with_steps has put the last update for a decay_steps of 0.
 
     >>> learning_rate(1, 1.5e-4, 1e-5, 2000, 382_500)
     7.5e-08
     """
-    if step <= warmup_steps:
-        return max_lr * step / warmup_steps
-    if step >= decay_steps:
+    if number <= warmup_steps:
+        return max_lr * number / warmup_steps
+    if number >= decay_steps:
         return min_lr
-    progress = (step - warmup_steps) / (decay_steps - warmup_steps)
+    progress = (number - warmup_steps) / (decay_steps - warmup_steps)
     return min_lr + 0.5 * (1 + math.cos(math.pi * progress)) * (max_lr - min_lr)
 
 
@@ -134,7 +145,7 @@ WINDOWS, SHARD_ORDER = 0, 1  # what a random sequence is for
 
 
 def uniforms(seed, stream, purpose, index, n):
-    """Return n floats, uniform in [0, 1), that depend on these five numbers alone: float64 [n].
+    """Return n floats, uniform in [0, 1), that depend on the first four alone: float64 [n].
 
     Philox is a counter-based generator: (seed, stream) is its key, (purpose, index) the place in
     its sequence. Its raw output is fixed for all numpy versions (NEP 19); the methods of numpy's
@@ -161,7 +172,8 @@ class WindowSampler:
         self.shards = [shard for shard in shards if shard.longest > block_size]
         self.block_size, self.seed = block_size, seed
         self.windows_per_visit = windows_per_visit
-        self.visits = {}  # stream -> (visit, tokens, starts): each stream keeps one shard mapped
+        # stream -> (visit, tokens, starts), a visit counted from 0: each keeps one shard mapped
+        self.latest = {}
         self.verified = set()
         if not self.shards:
             documents = sum(shard.documents for shard in shards)
@@ -170,12 +182,12 @@ class WindowSampler:
                              f"tokens (the longest of {documents:,} has {longest:,}); a smaller "
                              "--block_size would do")
 
-    def visit(self, stream, visit):
+    def tokens_and_starts(self, stream, visit):
         """Return (tokens uint16 [n_tokens], starts int64 [windows_per_visit]) of a visit."""
-        latest, tokens, starts = self.visits.get(stream, (None, None, None))
+        latest, tokens, starts = self.latest.get(stream, (None, None, None))
         if latest != visit:
             tokens, starts = self.open_visit(stream, visit)
-            self.visits[stream] = visit, tokens, starts
+            self.latest[stream] = visit, tokens, starts
         return tokens, starts
 
     def open_visit(self, stream, visit):
@@ -185,8 +197,9 @@ class WindowSampler:
         if shard not in self.verified:  # once: its sha256 is what the experiment is known by
             shard.verify()
             self.verified.add(shard)
-        tokens, starts = shard.map()  # mapped anew: a long-lived mapping looks like a leak
-        lengths = np.diff(starts)
+        # Mapped anew: a long-lived mapping looks like a leak.
+        tokens, document_starts = shard.map()
+        lengths = np.diff(document_starts)
         eligible = np.flatnonzero(lengths > T)
         draws = uniforms(self.seed, stream, WINDOWS, visit, 2 * self.windows_per_visit)
         which, where = draws.reshape(2, -1)
@@ -194,18 +207,18 @@ class WindowSampler:
         # A document of n tokens has n - T windows, at 0 to n - T - 1; the last target of the last
         # one is its last token.
         offsets = (where * (lengths[documents] - T)).astype(np.int64)
-        return tokens, starts[documents] + offsets
+        return tokens, document_starts[documents] + offsets
 
-    def batch(self, rows):
+    def batch(self, windows):
         """Return (inputs, targets), int64 (B, T) each, of windows [(stream, w), ...]; targets are
         shifted by one."""
-        windows = np.empty((len(rows), self.block_size + 1), np.int64)
-        for i, (stream, w) in enumerate(rows):
-            tokens, starts = self.visit(stream, w // self.windows_per_visit)
+        rows = np.empty((len(windows), self.block_size + 1), np.int64)
+        for i, (stream, w) in enumerate(windows):
+            tokens, starts = self.tokens_and_starts(stream, w // self.windows_per_visit)
             start = starts[w % self.windows_per_visit]
-            windows[i] = tokens[start:start + self.block_size + 1]
-        windows = torch.from_numpy(windows)
-        return windows[:, :-1], windows[:, 1:]
+            rows[i] = tokens[start:start + self.block_size + 1]
+        rows = torch.from_numpy(rows)
+        return rows[:, :-1], rows[:, 1:]
 
 
 def to_device(batch, device):
@@ -226,7 +239,14 @@ def rank_rows(step, windows_per_step, streams, rank, world_size):
     return [(row // per_stream, step * per_stream + row % per_stream) for row in rows]
 
 
-# --- The data of a run, and the held-out loss
+# --- The data of a run, and the validation loss
+
+class Validation(NamedTuple):
+    """One process's part of the fixed validation windows."""
+    inputs: torch.Tensor   # int64 (B, T)
+    targets: torch.Tensor  # int64 (B, T); -1 is not counted
+    bytes_per_target: float  # of text, the mean over all windows
+
 
 def open_data(args, rank, world_size, say):
     """Return (meta, sampler, load_validation(...)) and print what an update is made of.
@@ -251,7 +271,7 @@ def open_data(args, rank, world_size, say):
         f"{args.accumulation} x processes {world_size} = {args.tokens_per_step:,} targets; "
         f"{args.steps:,} updates = {args.steps * args.tokens_per_step:,} targets")
     n, windows = len(sampler.shards), args.steps * args.tokens_per_step // args.block_size
-    visits = -(-windows // args.streams // args.windows_per_visit)
+    visits = math.ceil(windows / (args.streams * args.windows_per_visit))
     if visits < n:
         say(f"each of {args.streams} streams will read {visits} of {n} shards; "
             f"--windows_per_visit={max(windows // args.streams // n, 1)} would reach all")
@@ -272,8 +292,7 @@ def unigram_entropy(shards, vocab_size, limit=50_000_000):
 
 
 def load_validation(args, rank, world_size, say):
-    """Return this process's part of the fixed validation windows, (inputs, targets, bytes of text
-    per target); None if there are none.
+    """Return this process's Validation; None if there are no validation windows.
 
     They are the first eval_windows of one sequence that depends on the data and block_size alone,
     not on the seed, so the losses of any two runs can be compared.
@@ -290,9 +309,9 @@ def load_validation(args, rank, world_size, say):
     # Equal shares, for a sharded model runs everywhere or nowhere, and whole micro-batches, so that
     # a compiled one sees one shape: rows that fill up do not count.
     n, unit = len(inputs), world_size * args.micro_batch
-    rows = torch.arange(rank, -(-n // unit) * unit, world_size)
+    rows = torch.arange(rank, math.ceil(n / unit) * unit, world_size)
     counts = (rows < n)[:, None]
-    return inputs[rows % n], targets[rows % n].where(counts, -1), bytes_per_target
+    return Validation(inputs[rows % n], targets[rows % n].where(counts, -1), bytes_per_target)
 
 
 @torch.no_grad()
@@ -327,15 +346,6 @@ def build_optimizer(model, max_lr):
     return torch.optim.AdamW(groups, lr=max_lr, betas=BETAS, eps=EPS, fused=True)
 
 
-def compile_model(model):
-    """Compile the blocks, one program for all, the last norm and the loss. In place: names stay
-    plain, and gradients come block by block."""
-    for block in model.model.layers:
-        block.compile()
-    model.model.norm.compile()
-    model.loss = torch.compile(model.loss)
-
-
 def parallelize(model, args, device):
     """Return what runs the training steps: model itself, or DDP around it. With fsdp model's own
     parameters become shards."""
@@ -355,16 +365,11 @@ def parallelize(model, args, device):
     return model.to(device)
 
 
-def autocast_of(args, device):
-    """Return autocast's context. Without its cache the BF16 copies of the weights, each used once,
-    go as soon as they have been used."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16",
-                          cache_enabled=False)
-
-
 def update(step_model, optimizer, batch, micro_batch, autocast, number, bad):
-    """Do update `number` of the weights on this process's rows. Return the mean loss of all rows
-    and the gradient norm before clipping, on the device: nothing here waits for it.
+    """Do update `number` on this process's rows of a batch: theta <- AdamW(theta, g), where g is
+    the gradient of the mean loss over the windows of all processes, clipped to norm 1.0.
+
+    Return that loss and the norm before clipping, on the device: nothing here waits for it.
 
     Args:
         step_model: the model, or DDP around it.
@@ -392,8 +397,9 @@ def update(step_model, optimizer, batch, micro_batch, autocast, number, bad):
         dist.all_reduce(total_loss)
         total_loss /= dist.get_world_size()
     now = torch.stack((torch.full_like(total_loss, number), total_loss, norm))
-    bad.copy_(now.where((bad[0] == 0) & ~now.isfinite().all(), bad))
-    optimizer.found_inf = (bad[0] > 0).float()  # AdamW's fused kernel skips the update where 1
+    bad.copy_(now.where((bad[0] == 0) & ~now.isfinite().all(), bad))  # keeps the first bad update
+    # Read by AdamW(fused=True), which skips the update where it is 1; GradScaler would set it.
+    optimizer.found_inf = (bad[0] > 0).float()
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return total_loss, norm
@@ -416,9 +422,9 @@ def main():
         return run_sweep(args, sys.argv[1:], parse, __file__)
     config, say = model_config(args), speaker()
     say(f"preset {args.preset} ({args.preset_reason}), seed {args.seed}, {args.out}")
-    flops = print_model(config, WEIGHT_DECAY, say)
+    flops_per_target = print_model(config, WEIGHT_DECAY, say)
     if args.dry_run:
-        return print_costs(args, launched_processes(), config, flops, say)
+        return print_costs(args, launched_processes(), config, flops_per_target, say)
 
     rank, world_size, device = start_processes(args)
     args = in_all(functools.partial(with_micro_batch, args, world_size))
@@ -427,7 +433,7 @@ def main():
     experiment = experiment_of(args) | {"data_fingerprint": data_fingerprint(meta)}
     check_same_everywhere(experiment | {"code": code_fingerprint()})
     log_file, state = in_first(lambda: open_run(args, experiment, say), otherwise=(None, None))
-    report = Reporter(args, log_file, flops / world_size, device, say)
+    report = Reporter(args, log_file, flops_per_target / world_size, device, say)
     model = Decoder(config, args.seed)
     model.checkpoint_activations = args.checkpoint_activations
     experiment |= facts_of(model)
@@ -441,18 +447,20 @@ def main():
         say(f"resumed after update {step:,}")
     state = None  # as large as the weights and moments themselves
     in_first(lambda: record_run(args, experiment, log_file, step), otherwise=None)
-    facts = dict(config=experiment, model_config=asdict(config), data=args.data,
-                 tokenizer_sha256=meta["tokenizer"]["sha256"], eot_id=meta["tokenizer"]["eot_id"])
+    provenance = dict(
+        config=experiment, model_config=asdict(config), data=args.data,
+        tokenizer_sha256=meta["tokenizer"]["sha256"], eot_id=meta["tokenizer"]["eot_id"])
 
-    autocast = autocast_of(args, device)
+    autocast = autocast_of(args.dtype, device)
     bad = torch.zeros(3, device=device)
     windows_per_step = args.tokens_per_step // args.block_size
     with catch_signals(stop_soon()) as signals:
         report.start()
         while True:
             if validation and (step % args.eval_every == 0 or step >= args.steps):
-                loss = evaluate(model, *validation[:2], args.micro_batch, autocast)
-                report.held_out(step, loss, bytes_per_target=validation[2])
+                loss = evaluate(model, validation.inputs, validation.targets, args.micro_batch,
+                                autocast)
+                report.validation(step, loss, validation.bytes_per_target)
             if step >= args.steps:
                 return 0
 
@@ -475,7 +483,7 @@ def main():
             if log_now:
                 report.training(step, loss, lr, norm)
             if save_now:
-                failed = save_run(args, step, model, optimizer, facts)
+                failed = save_run(args, step, model, optimizer, provenance)
                 if last and all_reduce_max(failed):  # nobody leaves before the file is there
                     return 1
                 report.start_clock()

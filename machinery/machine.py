@@ -1,4 +1,5 @@
-"""The machine under train.py: allocator, dtypes, what a device can do and how much it holds."""
+"""The machine under train.py: allocator, dtypes, compiler, what a device can do and how much it
+holds."""
 
 import contextlib
 import ctypes
@@ -42,6 +43,22 @@ def pick_dtype(device):
     capabilities = torch.cpu.get_capabilities()
     fast = capabilities.get("avx512_bf16") or capabilities.get("amx_bf16")
     return "bfloat16" if fast else "float32"
+
+
+def autocast_of(dtype, device):
+    """Return autocast's context for a run's --dtype. Without its cache the BF16 copies of the
+    weights, each used once, go as soon as they have been used."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16",
+                          cache_enabled=False)
+
+
+def compile_model(model):
+    """Compile the blocks, one program for all, the last norm and the loss. In place: names stay
+    plain, and gradients come block by block."""
+    for block in model.model.layers:
+        block.compile()
+    model.model.norm.compile()
+    model.loss = torch.compile(model.loss)
 
 
 def peak_flops(device):

@@ -147,7 +147,7 @@ def add_probe_options(parser):
                         help="held-out positions to look at (default: %(default)s)")
 
 
-def parse_args(description, suites):
+def parse_evaluate_args(suites, description):
     """Return the command line's settings; .command is the command's name."""
     parser = argparse.ArgumentParser(
         description=description, usage=argparse.SUPPRESS, allow_abbrev=False,

@@ -12,7 +12,7 @@ from machinery.runs import FREE_ON_RESUME, write_row
 
 
 def expectation(args, presets, milestones):
-    """Return in words the held-out losses that a run of a preset can be expected to print.
+    """Return in words the validation losses that a run of a preset can be expected to print.
 
     Args:
         milestones: {(preset, input): {updates: loss}}, as measured.
@@ -23,7 +23,7 @@ def expectation(args, presets, milestones):
     if not measured or changed or args.decay_steps != args.steps:
         return "expected: nothing is known; no such run has been measured"
     losses = [f"{loss:.2f} after {step:,} updates" for step, loss in measured.items()]
-    return f"expected, as measured: held-out loss {', '.join(losses)}"
+    return f"expected, as measured: validation loss {', '.join(losses)}"
 
 
 class Reporter:
@@ -73,10 +73,10 @@ class Reporter:
                    targets_per_second=rate, memory_gb=memory)
         self.start_clock()
 
-    def held_out(self, step, loss, bytes_per_target):
+    def validation(self, step, loss, bytes_per_target):
         """Report the validation loss, in nats per target."""
         bits_per_byte = loss / math.log(2) / bytes_per_target
-        self.say(f"step {step:6,}  held-out loss {loss:.4f}  bits per byte {bits_per_byte:.4f}")
+        self.say(f"step {step:6,}  validation loss {loss:.4f}  bits per byte {bits_per_byte:.4f}")
         self.write(step=step, targets=step * self.args.tokens_per_step, val_loss=loss,
                    val_bits_per_byte=bits_per_byte)
         self.start_clock()

@@ -7,8 +7,10 @@ question is read once for all its answers, and MMLU's worked examples once for a
 subject. Short rows are packed: there is little padding (machinery/packing.py).
 """
 
+import copy
 import hashlib
 import math
+import os
 import re
 import sys
 from pathlib import Path
@@ -39,6 +41,26 @@ def agree(facts):
         if values != [value] * len(values):
             raise ValueError(f"the processes differ in {name}: "
                              + ", ".join(map(str, values)) + "; give all of them the same")
+
+
+def join_processes(args):
+    """Return args, under torchrun in a group of processes with the same, each on a GPU of its own.
+
+    Raises ValueError where they are not the same.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return args
+    dist.init_process_group("gloo")  # only finished scores are exchanged
+    agree(vars(args))
+    args = copy.copy(args)
+    if args.device == "cuda":
+        args.device = f"cuda:{os.environ['LOCAL_RANK']}"
+    return args
+
+
+def leave_processes():
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 class Scorer:

@@ -37,11 +37,11 @@ def scores_directory(name, out, is_reference):
     return directory
 
 
-def scores_name(args, facts):
+def scores_name(args, facts, usual_length):
     """Return a scores file's name: what was scored, the examples, the limit, the checkpoint's step;
     and of what is not as it would be by itself, the dtype, the length and the data."""
     marks = [args.dtype] if args.dtype != "float32" else []
-    if args.max_length is not None:
+    if args.max_length not in (None, usual_length):
         marks.append(f"T{args.max_length}")
     step = [] if facts["step"] is None else [f"{facts['step']:08d}"]
     if not (args.suite or args.tasks):

@@ -38,7 +38,7 @@ from preparing import (
 import prepare
 from machinery import downloads
 from machinery.downloads import download
-from machinery.files import explain
+from machinery.errors import explain
 
 REVISION = "a" * 40
 FILE = "fineweb-edu-dedup/train-{:05d}-of-00234.parquet"

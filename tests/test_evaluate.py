@@ -222,6 +222,8 @@ def test_scores_do_not_depend_on_the_batch(binary, batch_tokens, share, row, mon
     its keys and values are."""
     monkeypatch.setattr(packing, "ROW", row)
     pairs = random_pairs(1) + arrays([(np.arange(n), [7, 8]) for n in range(3, 300, 16)])
+    # Answers that begin alike: what is scored in their common beginning is no part of a prefix.
+    pairs += arrays([(np.arange(30, 60), [1, 2, i, 4]) for i in range(5, 12)])
     assert_close(score(binary, pairs, batch_tokens=batch_tokens, share=share),
                  score(binary, pairs, share=False, batch_tokens=T))
 
@@ -1078,7 +1080,7 @@ def test_a_long_list_of_tasks_has_a_short_name(own_tasks, binary):
     found = set()
     for order in (names, names[:7], ["a", "b"]):
         args.tasks = ",".join(order)
-        found.add(scores.scores_name(args, {"step": 9}))
+        found.add(scores.scores_name(args, {"step": 9}, T))
     assert len(found) == 3 and max(map(len, found)) < 150
     assert "a+b_limit3-00000009.json" in found
 
@@ -1264,6 +1266,7 @@ def test_unlike_scores_never_share_a_file(own_run, prepared, tmp_path, monkeypat
     first = (own_run / plain[0]).read_bytes()
     assert len(heldout(monkeypatch, own_run, prepared, "--dtype=bfloat16")) == 2
     assert (own_run / "heldout-00000007-bfloat16.json").exists()
+    assert len(heldout(monkeypatch, own_run, prepared, f"--max_length={T}")) == 2  # as it would be
     assert len(heldout(monkeypatch, own_run, prepared, "--max_length=32")) == 3
     assert (own_run / "heldout-00000007-T32.json").exists()
     other = Path(shutil.copytree(prepared, tmp_path / "other"))

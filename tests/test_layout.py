@@ -15,7 +15,8 @@ TORCH_FREE = ("codes", "prepare", "compare", "machinery.files", "machinery.sourc
               "machinery.tokenizer", "machinery.workers", "machinery.shards", "machinery.runs",
               "machinery.sweep", "machinery.statistics", "machinery.figures", "machinery.twin",
               "machinery.downloads", "machinery.checks", "machinery.progress", "machinery.joining",
-              "machinery.errors", "machinery.signals", "machinery.tables", "machinery.results")
+              "machinery.errors", "machinery.signals", "machinery.tables", "machinery.results",
+              "machinery.arguments")
 CORE_LINES, LONGEST_FILE, LONGEST_ROOM, LONGEST_FUNCTION, LONGEST_MAIN = 2100, 500, 330, 60, 80
 
 

@@ -255,7 +255,7 @@ def test_a_wrong_source_is_one_line(flag, part, tmp_path, monkeypatch, prep):
 def test_a_wrong_flag_exits_with_2(flag, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["prepare.py", flag])
     with pytest.raises(SystemExit) as error:
-        prepare.parse_args()
+        prepare.parse_prepare_args("")
     assert error.value.code == 2 and flag.split("=")[0] in capsys.readouterr().err
 
 

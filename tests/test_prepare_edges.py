@@ -192,7 +192,7 @@ def test_a_tokenizer_is_known_by_its_sha256(tmp_path, tokenizer_path, prep):
     ("hf://datasets/o/d@r/d/train-00000.parquet", "data/train-00000")])
 def test_the_default_directory_is_named_by_the_source(source, out, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["prepare.py", f"--source={source}"])
-    assert prepare.parse_args().out == out
+    assert prepare.parse_prepare_args("").out == out
 
 
 @pytest.mark.parametrize("name", [b"caf\xe9.parquet", b"[x] 'y' \n.parquet", "漢.jsonl".encode()])

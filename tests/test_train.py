@@ -38,14 +38,15 @@ from training import (
 )
 
 import model as model_file
-import prepare
 import train
 from codes import FIXED
 from machinery import machine, reports, settings
+from machinery.arguments import parse_prepare_args
 from machinery.checkpoints import load_model, read_checkpoint
 from machinery.costs import count_parameters
 from machinery.runs import list_checkpoints
 from machinery.shards import open_shards
+from machinery.tokenizer import SMOLLM2
 from model import INPUTS, Decoder, ModelConfig
 from train import WindowSampler, learning_rate, rank_rows, uniforms
 
@@ -264,7 +265,7 @@ def test_a_stream_keeps_one_shard_mapped(data_dir):
     visited = set()
     for w in range(0, 40, 2):
         for stream in (0, 1):
-            visited.add(sampler.visit(stream, w // 2)[0].filename)
+            visited.add(sampler.tokens_and_starts(stream, w // 2)[0].filename)
         mapped = Path("/proc/self/maps").read_text().count(f"{data_dir}/train/")
         assert mapped <= 2
     assert len(visited) == 3
@@ -471,8 +472,8 @@ def test_the_advice_on_missing_data_makes_data_of_the_presets_vocabulary(tmp_pat
         train.open_data(args, 0, 1, print)
     command = str(missing.value).split("; run python ")[1].split(" (or")[0].split()
     monkeypatch.setattr(sys, "argv", command)
-    wanted = prepare.parse_args()
-    sizes = {"train:3072": 3072, "utf16": 65_536, prepare.SMOLLM2: 49_152}
+    wanted = parse_prepare_args("")
+    sizes = {"train:3072": 3072, "utf16": 65_536, SMOLLM2: 49_152}
     assert wanted.out == f"{tmp_path}/new" and sizes[wanted.tokenizer] == args.vocab_size
 
 
@@ -525,7 +526,7 @@ def test_what_to_expect_is_said_of_a_presets_own_run():
         args = parse_args(["--preset=smoke", "--device=cpu", *argv])
         return reports.expectation(args, train.PRESETS, {("smoke", "binary"): {200: 4.961}})
 
-    assert said() == "expected, as measured: held-out loss 4.96 after 200 updates"
+    assert said() == "expected, as measured: validation loss 4.96 after 200 updates"
     assert said("--micro_batch=2", "--eval_every=7", "--seed=3", "--data=x") == said()
     for other in ("--input=gf2", "--n_layer=2", "--max_lr=1e-2", "--max_targets=4096",
                   "--decay_steps=100"):
