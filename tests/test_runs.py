@@ -576,14 +576,14 @@ def test_a_signal_to_a_sweep_is_passed_on_and_its_save_waited_for(data_dir, fork
     """As its runs do it leaves with 75, and starts no other; the same command continues."""
     argv = [*flags(data_dir, tmp_path, save_every=1000, max_targets=512 * 2000),
             "--sweep=seed=1,2"]
-    # A terminal that is closed takes its output away, too.
-    closed = "r, w = os.pipe(); os.close(r); os.dup2(w, 1)" if name == "SIGHUP" else ""
-    pid = forks.start(argv, closed)
+    # A terminal signals all of its processes; one that is closed takes their output away, too.
+    closed = "; r, w = os.pipe(); os.close(r); os.dup2(w, 1)" if name == "SIGHUP" else ""
+    pid = forks.start(argv, "os.setsid()" + closed)
     log = tmp_path / "seed=1" / "log.jsonl"
     deadline = time.monotonic() + 60
     while not (log.exists() and len(rows(log.parent)) > 3) and time.monotonic() < deadline:
         time.sleep(0.05)
-    os.kill(pid, getattr(signal, name))
+    os.killpg(pid, getattr(signal, name))
     assert forks.wait(pid) == train.STOPPED
     stopped = [int(path.stem[5:]) for path in list_checkpoints(tmp_path / "seed=1")]
     assert len(stopped) == 1 and steps(tmp_path / "seed=1")[-1] == stopped[0]
