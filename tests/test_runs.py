@@ -221,6 +221,11 @@ def test_cut_log_drops_later_rows_and_half_a_row(tmp_path):
         runs.cut_log(file, 2)
     assert log.read_text() == kept
     with open(log, "ab", buffering=0) as file:
+        file.write(b'\0\0}\n{"step": 3, "loss"}\n[1]}\n{"loss": 1}\n')  # of a power failure
+        assert [row["step"] for row in runs.read_log(tmp_path)] == [0, 1, 2]
+        runs.cut_log(file, 5)
+    assert log.read_text() == kept
+    with open(log, "ab", buffering=0) as file:
         runs.cut_log(file, 0)
     assert log.read_text() == ""
 
@@ -683,14 +688,9 @@ def test_what_is_not_prepared_data_is_told(spoiled, forks, tmp_path, file, conte
     assert not (tmp_path / "run").exists()
 
 
-def test_a_log_and_checkpoints_that_are_none_are_told(data_dir, straight, forks, tmp_path):
-    """Rows that a crash has left in pieces are dropped; another program's file is no run."""
+def test_a_checkpoint_of_no_training_run_is_told(data_dir, straight, forks, tmp_path):
     out = Path(shutil.copytree(straight, tmp_path / "run"))
-    with open(out / "log.jsonl", "ab") as log:
-        log.write(b'\0\0\0}\n{"step": 21, "loss"}\n[1]}\n')
-    assert forks.run(flags(data_dir, out, keep=10, resume=True)) == [0], forks.output()
-    assert_same_run(straight, out)
-    checkpoints.save_checkpoint(tmp_path / "run", 20, keep=1, model={})
+    checkpoints.save_checkpoint(out, UPDATES, keep=1, model={})
     line = forks.refused(flags(data_dir, out, resume=True))
     assert "not a checkpoint of a training run" in line
 
