@@ -8,7 +8,6 @@ import errno
 import hashlib
 import os
 import pickle
-import sys
 from pathlib import Path
 
 import torch
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict as full_state
 
 from machinery.costs import count_parameters
-from machinery.errors import first_line, is_out_of_memory
+from machinery.errors import first_line, is_out_of_memory, warn
 from machinery.files import sync
 from machinery.processes import in_first
 from machinery.runs import check_resumable, claim_run, list_checkpoints
@@ -199,8 +198,7 @@ def save_run(args, step, model, optimizer, facts):
             save_checkpoint(args.out, step, args.keep, args.keep_every, **state, **facts)
         except (OSError, RuntimeError) as error:
             last = (list_checkpoints(args.out) or ["none"])[0]
-            print(f"step {step}: checkpoint not saved: {error}; last good one: {last}",
-                  file=sys.stderr, flush=True)
+            warn(f"step {step}: checkpoint not saved: {error}; last good one: {last}")
             return True
         return False
 

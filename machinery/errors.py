@@ -91,6 +91,22 @@ def replace_in_console():
             stream.reconfigure(errors="replace", line_buffering=True)
 
 
+def say_at_once(text, stream=None):
+    """Print a line, also where standard output is a file. A terminal that is closed, or a reader
+    that is gone, takes no run with it."""
+    stream = stream or sys.stdout
+    try:
+        print(text, file=stream, flush=True)
+    except OSError as error:
+        if error.errno in (errno.EPIPE, errno.EIO):  # for good
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def warn(text):
+    """Print a line on standard error."""
+    say_at_once(text, sys.stderr)
+
+
 @contextlib.contextmanager
 def one_line(program, less_memory):
     """End the program in one line where the user or the machine can mend what happened; our own

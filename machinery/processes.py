@@ -9,7 +9,14 @@ import traceback
 import torch
 import torch.distributed as dist
 
-from machinery.errors import explain, first_line, is_out_of_memory, replace_in_console
+from machinery.errors import (
+    explain,
+    first_line,
+    is_out_of_memory,
+    replace_in_console,
+    say_at_once,
+    warn,
+)
 from machinery.machine import tune_allocator
 
 WORKING, DONE, FAILED = 0, 1, 2
@@ -35,11 +42,6 @@ def process_number():
 
 def say_nothing(*_):
     """Take the place of say in all processes but the first."""
-
-
-def say_at_once(text):
-    """Print a line, also where standard output is a file."""
-    print(text, flush=True)
 
 
 def speaker():
@@ -186,20 +188,17 @@ def exit_with(main):
         pass
     except FloatingPointError as error:  # the same in all processes
         if process_number() == 0:
-            print(f"train.py: {error}", file=sys.stderr)
+            warn(f"train.py: {error}")
     except KeyboardInterrupt:
         code = 130  # as a shell says it: 128 + SIGINT
-        print("train.py: interrupted; --resume continues from the last checkpoint",
-              file=sys.stderr)
+        warn("train.py: interrupted; --resume continues from the last checkpoint")
     except Exception as error:
         line = reason(error)
         if line is None:
             traceback.print_exc()
         else:
             where = f"process {process_number()}: " if process_number() else ""
-            print(f"train.py: {where}{line}", file=sys.stderr)
-    sys.stdout.flush()
-    sys.stderr.flush()
+            warn(f"train.py: {where}{line}")
     if dist.is_initialized():
         os._exit(code)  # freeing a group can wait for its own thread for ever (seen: gloo, DDP)
     sys.exit(code)

@@ -1,12 +1,12 @@
 """What train.py tells while it runs: console, log.jsonl, TensorBoard, profiler; rate and ETA."""
 
 import math
-import sys
 import time
 from pathlib import Path
 
 import torch
 
+from machinery.errors import warn
 from machinery.machine import peak_flops, peak_memory_gb
 from machinery.runs import FREE_ON_RESUME, write_row
 
@@ -88,7 +88,7 @@ class Reporter:
         try:
             write_row(self.log, row)
         except OSError as error:  # a full disk costs the row, not the run
-            print(f"step {row['step']}: log row not written: {error}", file=sys.stderr)
+            warn(f"step {row['step']}: log row not written: {error}")
         if self.tensorboard:
             for key, value in row.items():
                 self.tensorboard.add_scalar(key, value, row["step"])

@@ -52,7 +52,8 @@ def stop_soon():
         if number == signal.SIGINT:
             interrupted.append(now)
         if os.environ.get("RANK", "0") == "0":  # written past Python's buffer, which may be in use
-            os.write(2, f"{name}: a checkpoint after this update, then the end; a second Ctrl-C "
-                        "ends at once, without\n".encode())
+            with contextlib.suppress(OSError):  # a terminal that is closed
+                os.write(2, f"{name}: a checkpoint after this update, then the end; a second "
+                            "Ctrl-C ends at once, without\n".encode())
 
     return react

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+from machinery.errors import say_at_once
 from machinery.runs import check_resumable, experiment_of, list_checkpoints, read_log
 from machinery.signals import STOPPED, catch_signals
 
@@ -37,14 +38,14 @@ def run_sweep(args, argv, parse_args, script):
     runs = plan_runs(args, argv, parse_args)
     width = max(len(out.name) for out in runs)
     failed, trained, started = 0, 0, time.monotonic()
-    print(f"{len(runs)} runs in {args.out}", flush=True)
+    say_at_once(f"{len(runs)} runs in {args.out}")
     for number, (out, (command, run_args)) in enumerate(runs.items(), 1):
         if list_checkpoints(out)[:1] == [out / f"step-{run_args.steps:08d}.pt"]:
             result = "skipped, finished"
         else:
             code = train(script, command, out)
             if code == STOPPED:
-                print(f"{out.name}: stopped, with a checkpoint; the same command continues")
+                say_at_once(f"{out.name}: stopped; the same command continues")
                 return STOPPED
             failed, trained = failed + (code != 0), trained + 1
             result = f"FAILED, see {out}/console.txt" if code else "trained"
@@ -53,7 +54,7 @@ def run_sweep(args, argv, parse_args, script):
         if trained and number < len(runs):
             left = (time.monotonic() - started) / trained * (len(runs) - number) / 60
             line += f"  (about {left:.0f} minutes left)"
-        print(line, flush=True)
+        say_at_once(line)
     return 1 if failed else 0
 
 

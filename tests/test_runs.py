@@ -305,6 +305,19 @@ def test_signals_are_answered_and_a_second_ctrl_c_ends_at_once(data_dir, forks, 
     assert not list_checkpoints(tmp_path / "later")
 
 
+def test_a_terminal_that_is_closed_takes_nothing_with_it(data_dir, forks, straight, tmp_path):
+    """Its SIGHUP is an orderly stop, though nothing can be written to it any more."""
+    closed = ("r, w = os.pipe(); os.close(r); os.dup2(w, 1); os.dup2(w, 2); "
+              "os.kill(os.getpid(), signal.SIGHUP)")
+    argv = flags(data_dir, tmp_path, save_every=1000, eval_every=1000)
+    assert forks.run(argv, fault_at(16, closed)) == [train.STOPPED]
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000008.pt"]
+    # Nor does a run end because nobody reads what it says.
+    piped = fault_at(3, "r, w = os.pipe(); os.close(r); os.dup2(w, 1); os.dup2(w, 2)")
+    assert forks.run(flags(data_dir, tmp_path, resume=True), piped) == [0]
+    assert values(tmp_path) == values(straight)
+
+
 def test_signal_handlers_come_back_after_a_run(data_dir, tmp_path, monkeypatch):
     """As in a notebook, where Ctrl-C is wanted again."""
     numbers = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP
@@ -558,12 +571,14 @@ def test_a_failed_run_of_a_sweep_is_said_and_the_others_go_on(data_dir, forks, t
     assert "do not divide" in (tmp_path / "micro_batch=3" / "console.txt").read_text()
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("name", ["SIGINT", "SIGHUP"])
 def test_a_signal_to_a_sweep_is_passed_on_and_its_save_waited_for(data_dir, forks, tmp_path, name):
     """As its runs do it leaves with 75, and starts no other; the same command continues."""
     argv = [*flags(data_dir, tmp_path, save_every=1000, max_targets=512 * 2000),
             "--sweep=seed=1,2"]
-    pid = forks.start(argv)
+    # A terminal that is closed takes its output away, too.
+    closed = "r, w = os.pipe(); os.close(r); os.dup2(w, 1)" if name == "SIGHUP" else ""
+    pid = forks.start(argv, closed)
     log = tmp_path / "seed=1" / "log.jsonl"
     deadline = time.monotonic() + 60
     while not (log.exists() and len(rows(log.parent)) > 3) and time.monotonic() < deadline:
