@@ -37,7 +37,7 @@ from codes import (
     min_bits,
     parse_offset,
 )
-from kernels import LinearCrossEntropy, attend, selective_contexts
+from kernels import NO_FLOAT64, LinearCrossEntropy, attend, selective_contexts
 
 INPUTS = ("learned", "tied", "lowdim", *FIXED)
 BITS = ("binary", "gf2")  # the codes that consist of bits
@@ -275,9 +275,11 @@ def rope_tables(positions, head_dim, theta):
     bfloat16 to ruin. The angles are float64: at position 2047 float32 would be off by 1e-4. Under a
     millionth of a step's work.
     """
-    dims = torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device)
-    angles = positions.double()[..., None] * theta ** (-dims / head_dim)
-    return angles.cos().float(), angles.sin().float()
+    device = positions.device
+    place = torch.device("cpu") if device.type in NO_FLOAT64 else device  # Apple's GPUs
+    dims = torch.arange(0, head_dim, 2, dtype=torch.float64, device=place)
+    angles = positions.to(place).double()[..., None] * theta ** (-dims / head_dim)
+    return angles.cos().float().to(device), angles.sin().float().to(device)
 
 
 def apply_rope(x, cos, sin):
