@@ -37,7 +37,7 @@ from codes import (
     min_bits,
     parse_offset,
 )
-from kernels import LinearCrossEntropy, attend, selective_contexts
+from kernels import NO_FLOAT64, LinearCrossEntropy, attend, selective_contexts
 
 INPUTS = ("learned", "tied", "lowdim", *FIXED)
 BITS = ("binary", "gf2")  # the codes that consist of bits
