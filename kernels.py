@@ -14,6 +14,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 # Attention on a CPU in BF16: queries at a time; longer rows use torch's own kernel.
 ATTENTION_ROWS, ATTENTION_CONTEXT = 128, 1024
 LOSS_ROWS = 1024  # rows of logits at a time: 0.2 GB in float32 at the paper's vocabulary
+NO_FLOAT64 = ("mps",)  # Apple's GPUs
 
 
 def attend(q, k, v, mask=None):
@@ -59,14 +60,15 @@ class LinearCrossEntropy(torch.autograd.Function):
         matrix, counted = weight.to(x.dtype), targets >= 0
         n = counted.sum().clamp(min=1)
         # In float64 n equal losses have exactly that mean.
-        loss = torch.zeros((), dtype=torch.float64, device=x.device)
+        exact = torch.float32 if x.device.type in NO_FLOAT64 else torch.float64
+        loss = torch.zeros((), dtype=exact, device=x.device)
         if with_gradients:
             dx, dweight = torch.empty_like(x), torch.zeros_like(weight, dtype=torch.float32)
         for start in range(0, len(x), LOSS_ROWS):
             rows = slice(start, start + LOSS_ROWS)
             h, keep, t = x[rows], counted[rows, None], targets[rows, None].clamp(min=0)
             logp = (h @ matrix.t()).float().log_softmax(-1)
-            loss -= (logp.gather(1, t) * keep).sum(dtype=torch.float64)
+            loss -= (logp.gather(1, t) * keep).sum(dtype=exact)
             if with_gradients:  # of the logits: softmax, less 1 at the target
                 minus_one = torch.full_like(t, -1, dtype=torch.float32)
                 g = logp.exp_().scatter_add_(1, t, minus_one).to(x.dtype)

@@ -37,12 +37,11 @@ from codes import (
     min_bits,
     parse_offset,
 )
-from kernels import LinearCrossEntropy, attend, selective_contexts
+from kernels import NO_FLOAT64, LinearCrossEntropy, attend, selective_contexts
 
 INPUTS = ("learned", "tied", "lowdim", *FIXED)
 BITS = ("binary", "gf2")  # the codes that consist of bits
 INIT_STD = 0.02  # of every matrix and the learned table, but for the projections into the residual
-NO_FLOAT64 = ("mps",)  # Apple's GPUs
 CHOICES = {"input": INPUTS, "ffn": ("swiglu", "gelu"), "code_values": ("01", "pm1"),
            "lift": ("tile", "interleave")}
 ONLY_FOR = {"code_values": BITS, "table_free": BITS, "code_offset": ("gf2",),

@@ -22,6 +22,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -30,7 +32,9 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 import evaluate
-from machinery import benchmarks, huggingface, packing, references, scores
+import kernels
+import model
+from machinery import benchmarks, huggingface, packing, references, scorer, scores
 from machinery.candidates import Candidate
 from machinery.checkpoints import load_model
 from machinery.errors import one_line
@@ -1378,6 +1382,42 @@ def test_an_extreme_score_loses_nothing_else(own_tasks, tmp_path):
     scores_file = tmp_path / "scores.json"
     scores.write(scores_file, {"tasks": tasks})
     assert read_json(scores_file)["tasks"]["own_page"]["metrics"]["word_perplexity"] is None
+
+
+class NoFloat64(TorchDispatchMode):
+    """Refuses float64 tensors on the meta device, as Apple's GPUs refuse theirs."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.device.type == "meta":
+                assert tensor.dtype != torch.float64, func
+        return result
+
+
+@pytest.mark.parametrize("input", ("gf2", "learned"))
+def test_no_float64_on_the_model_s_device(input, monkeypatch):
+    """The forward pass, a tree's, the loss and its gradient."""
+    for module in (kernels, model):
+        monkeypatch.setattr(module, "NO_FLOAT64", ("meta",))
+    to = torch.Tensor.to
+
+    def bring(tensor, *args, **options):  # a meta tensor has nothing to bring
+        if tensor.device.type == "meta" and args == (torch.device("cpu"),):
+            return torch.zeros(tensor.shape, dtype=tensor.dtype)
+        return to(tensor, *args, **options)
+
+    monkeypatch.setattr(torch.Tensor, "to", bring)
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda _: False)  # meta knows none
+    decoder = Decoder(ModelConfig(input=input, **SIZES)).to("meta")
+    idx = torch.zeros(2, 9, dtype=torch.int64, device="meta")
+    mask = scorer.tree_mask(idx, idx, 0)
+    with NoFloat64():
+        logits = decoder(idx, positions=idx, mask=mask, select=(idx[0], idx[0]))[0]
+        loss = decoder(idx, idx)[1]
+        loss.backward()
+    assert logits.shape == (9, 512) and loss.dtype == torch.float32
 
 
 # --- sampling
