@@ -114,6 +114,7 @@ PREPARE = {"smoke": "", "paper": "--source=fineweb-edu ",
 MILESTONES = {
     ("smoke", "learned"): {200: 4.50, 400: 3.85, 600: 3.55, 977: 3.31},
     ("smoke", "binary"): {200: 4.96, 400: 4.21, 600: 3.87, 977: 3.56},
+    ("smoke", "gf2"): {200: 5.02, 400: 4.24, 600: 3.92, 977: 3.63},
 }
 BETAS, EPS, WEIGHT_DECAY, GRAD_CLIP = (0.9, 0.95), 1e-8, 0.01, 1.0  # the paper, "Training"
 
