@@ -48,6 +48,7 @@ from machinery.joining import join
 from machinery.progress import Progress
 from machinery.shards import (
     FORMAT,
+    NOTES,
     SPLITS,
     ShardWriter,
     count_documents,
@@ -261,6 +262,8 @@ def prepare(args):
         eot_id = meta["tokenizer"]["eot_id"]
         settings = (str(kept), twin, eot_id, args.split_seed, args.val_fraction)
         write_shards(meta, settings, workers, args)
+    elif (out / NOTES).exists():  # of a run that was killed when all was done but its last word
+        write_meta(out, meta)
     if "://" in sources[0] and not args.keep_downloads:  # a local source may lie there
         shutil.rmtree(out / "downloads", ignore_errors=True)
     print_stats(out)

@@ -44,7 +44,7 @@ from preparing import (
 import prepare
 from machinery import shards as shard_format
 from machinery import sources, twin
-from machinery.shards import SPLITS, open_shards, read_meta
+from machinery.shards import NOTES, SPLITS, open_shards, read_meta
 
 INTERRUPTED = "prepare.py: interrupted; run the same command again to go on\n"
 
@@ -524,6 +524,19 @@ def test_killed_at_any_moment_and_run_again(tmp_path, flags):
         cut += process.wait() == -signal.SIGKILL
     assert command(*asked).returncode == 0
     assert contents(tmp_path / "out") == contents(tmp_path / "clean") and cut
+
+
+def test_killed_before_its_last_word(tmp_path, flags):
+    """All shards are there, but the last one's entry is only noted beside meta.json."""
+    for name in "ab":
+        parquet(tmp_path / f"{name}.parquet", texts_of(9, seed=name))
+    assert command(*flags()).returncode == 0
+    clean, path = contents(tmp_path / "out"), tmp_path / "out" / "meta.json"
+    meta = json.loads(path.read_text())
+    path.with_name(NOTES).write_text(json.dumps([1, meta["shards"][1]]) + "\n")
+    path.write_text(json.dumps(meta | {"shards": [meta["shards"][0], None]}))
+    assert command(*flags()).returncode == 0
+    assert contents(tmp_path / "out") == clean
 
 
 @pytest.fixture(scope="module")
