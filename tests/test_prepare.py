@@ -561,7 +561,7 @@ def test_workers_do_not_outlive_a_killed_run(large, tmp_path, flags):
 
 
 def test_a_worker_that_dies_is_one_line_and_the_next_run_completes(tmp_path, flags, prep):
-    parquet(tmp_path / "a.parquet", texts_of(20_000, words=300))
+    parquet(tmp_path / "a.parquet", texts_of(60_000, words=300))  # seconds of work
     clean = contents(prep(out="clean"))
     process = spawn(*flags(), "--workers=2", stderr=subprocess.PIPE)
     while not is_at_work(process, tmp_path / "out"):
