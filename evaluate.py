@@ -194,6 +194,7 @@ def heldout_result(name, scorer, args):
 
 
 def print_heldout(result):
+    """Print a held-out score: nats per target, perplexity, bits per byte."""
     documents = result["documents"]
     targets = sum(document["targets"] for document in documents)
     print(f"{result['checkpoint']}: step {result['step']}, loss {result['loss']:.4f} "

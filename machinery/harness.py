@@ -86,6 +86,7 @@ class HarnessLM(TemplateLM):
             entry[key].append(sha256(json.dumps([request.doc_id, *parts]).encode()))
 
     def loglikelihood(self, requests, disable_tqdm=False):
+        """Return [(nats, is greedy), ...] of (context, continuation) requests."""
         pairs = self.encode_pairs([request.args for request in requests])
         for request, pair in zip(requests, pairs):
             truncated = sum(map(len, pair)) > self.max_length + 1

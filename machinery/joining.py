@@ -93,6 +93,7 @@ def take_shard(part, number, out, new_number):
 
 
 def link_or_copy(source, target):
+    """Give a file a second name, or copy it where a file system has no links."""
     try:
         os.link(source, target)
     except OSError:  # another file system, or one without links

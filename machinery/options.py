@@ -35,6 +35,7 @@ def seed(text):
 
 
 def temperature(text):
+    """Parse a finite number of 0 or more."""
     try:
         value = float(text)
     except ValueError:

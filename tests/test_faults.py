@@ -79,14 +79,20 @@ def place(tmp_path):
     return tmp_path
 
 
-def run_stage(monkeypatch, capsys, place, command):
-    """Run a command in this process as python STAGE.py would; return (exit code, stderr)."""
+def spell_out(command, place):
+    """Return a command with its capital words as the paths that they name."""
     words = {"RUN": place / "RUN", "DATA": place / "DATA", "NEW": place / "NEW",
              "SOURCE": place / "SOURCE.jsonl"}
     arguments = []
     for argument in command:
         flag, equals, value = argument.rpartition("=")
         arguments.append(f"{flag}{equals}{words.get(value, value)}")
+    return arguments
+
+
+def run_stage(monkeypatch, capsys, place, command):
+    """Run a command in this process as python STAGE.py would; return (exit code, stderr)."""
+    arguments = spell_out(command, place)
     monkeypatch.setattr(sys, "argv", arguments)
     code = 0
     try:
@@ -159,12 +165,7 @@ def test_what_a_file_system_lacks_stops_nothing(
 def test_modules_that_some_systems_lack_are_not_needed(stage, place):
     """Windows has no fcntl and no resource."""
     commands = {"prepare": PREPARE, "compare": COMPARE, "train": START, "evaluate": SCORE}
-    words = {"RUN": place / "RUN", "DATA": place / "DATA", "NEW": place / "NEW",
-             "SOURCE": place / "SOURCE.jsonl"}
-    arguments = []
-    for argument in commands[stage]:
-        flag, equals, value = argument.rpartition("=")
-        arguments.append(f"{flag}{equals}{words.get(value, value)}")
+    arguments = spell_out(commands[stage], place)
     code = ("import runpy, sys; sys.modules.update(fcntl=None, resource=None); "
             f"sys.argv = {arguments!r}; sys.path.insert(0, {str(ROOT)!r}); "
             f"runpy.run_path({str(ROOT / arguments[0])!r}, run_name='__main__')")
