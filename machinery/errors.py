@@ -21,6 +21,13 @@ ADVICE = {  # for failures of the machine, not of what is read
 }
 # Memory that does not suffice, in the words of CUDA and MPS, of Linux, and of Windows and macOS.
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
+# What torch's own exceptions of a lost process say, for which it has no kind.
+LOST_PROCESS = ("Connection closed by peer", "Connection reset by peer", "Timed out waiting",
+                "Connection refused", "failed to connect")
+
+
+class ElsewhereError(Exception):
+    """Another process has failed, and says why."""
 
 
 def first_line(error):
@@ -38,6 +45,12 @@ def is_refusal(error):
 
 def is_out_of_memory(error):
     return isinstance(error, MemoryError) or any(words in str(error) for words in OUT_OF_MEMORY)
+
+
+def is_lost_process(error):
+    """Return whether an exception of torch's says that another process is gone or stuck."""
+    return (type(error).__name__.startswith("Dist")  # DistBackendError and its like
+            or any(words in str(error) for words in LOST_PROCESS))
 
 
 def explain(error):
@@ -126,9 +139,13 @@ def one_line(program, less_memory):
         sys.exit(130)  # as a shell says it: 128 + SIGINT
     except ImportError as error:
         sys.exit(f"{program}: {first_line(error)}; run pip install -r requirements.txt")
+    except ElsewhereError:
+        sys.exit(1)
     except (ValueError, OSError) as error:
         sys.exit(f"{program}: {explain(error)}")
     except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
+        if is_out_of_memory(error):
+            sys.exit(f"{program}: not enough memory ({first_line(error)}); {less_memory}")
+        if not is_lost_process(error):
             raise
-        sys.exit(f"{program}: not enough memory ({first_line(error)}); {less_memory}")
+        sys.exit(f"{program}: another process is lost or stuck ({first_line(error)}); {AGAIN}")

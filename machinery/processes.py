@@ -10,8 +10,10 @@ import torch
 import torch.distributed as dist
 
 from machinery.errors import (
+    ElsewhereError,
     explain,
     first_line,
+    is_lost_process,
     is_out_of_memory,
     replace_in_console,
     say_at_once,
@@ -21,13 +23,6 @@ from machinery.machine import tune_allocator
 
 WORKING, DONE, FAILED = 0, 1, 2
 MAY_DIFFER = {"data", "out", "timeout"}  # from process to process: places and patience
-# What torch's own exceptions of a lost process say, for which it has no kind.
-LOST_PROCESS = ("Connection closed by peer", "Connection reset by peer", "Timed out waiting",
-                "Connection refused", "failed to connect")
-
-
-class ElsewhereError(Exception):
-    """Another process has failed, and says why."""
 
 
 def launched_processes():
@@ -162,11 +157,10 @@ def refuse_under_torchrun(flag):
 
 def reason(error):
     """Return an exception as one line, if it can be foreseen; None for a mistake of ours."""
-    text = str(error)
     if isinstance(error, RuntimeError) and is_out_of_memory(error):
         return (f"not enough memory ({first_line(error)}); a smaller --micro_batch, "
                 "--checkpoint_activations=block or --parallel=fsdp needs less")
-    if isinstance(error, dist.DistError) or any(words in text for words in LOST_PROCESS):
+    if is_lost_process(error):
         return (f"another process is lost or stuck ({first_line(error)}); --resume continues from "
                 "the last checkpoint")
     if type(error).__module__.startswith(("torch._inductor", "torch._dynamo")):

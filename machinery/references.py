@@ -3,7 +3,6 @@ as our own are. For evaluate.py score --hf."""
 
 import inspect
 import json
-import os
 import sys
 
 import numpy as np
@@ -14,6 +13,7 @@ from machinery.checkpoints import hash_tensors
 from machinery.errors import explained
 from machinery.files import sha256
 from machinery.packing import Group, make_groups
+from machinery.processes import process_number
 from machinery.scorer import MAX_LENGTH, Scorer
 
 # What architectures call the most positions they take; Mamba and Bloom have no such limit.
@@ -67,7 +67,7 @@ def open_reference(name, device, dtype, trust_remote_code=False):
     if not candidate.shares:
         notes.append(WHOLE)
     candidate.note = "; ".join(notes)
-    if notes and os.environ.get("RANK", "0") == "0":
+    if notes and process_number() == 0:
         print(f"--hf={name}: {candidate.note}", file=sys.stderr)
     return candidate
 

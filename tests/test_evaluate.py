@@ -1019,7 +1019,9 @@ def test_whatever_a_folder_is_it_ends_in_one_line(make_run, tmp_path, monkeypatc
 
 @pytest.mark.parametrize("error, code, said", [
     (KeyboardInterrupt(), 130, "interrupted"), (MemoryError(), 1, "not enough memory"),
-    (OUT_OF_MEMORY[2], 1, "not enough memory"), (OSError(28, "No space left", "x"), 1, "No space"),
+    (OUT_OF_MEMORY[2], 1, "not enough memory"),
+    (RuntimeError("Connection closed by peer [10.0.0.1]"), 1, "another process is lost"),
+    (torch.distributed.DistNetworkError("x"), 1, "another process is lost"), (OSError(28, "No space left", "x"), 1, "No space"),
     (ValueError("two\nlines"), 1, "two lines")])
 def test_what_ends_the_program_is_one_line(monkeypatch, capsys, error, code, said):
     def fail(*_):
@@ -1115,22 +1117,25 @@ def test_a_console_of_ascii_and_a_notebook_s_back_end(make_run, prepared, tmp_pa
 
 
 def test_processes_that_were_told_different_things_stop(make_run, monkeypatch):
-    """The same command is not the same where a shell expands it for each process."""
+    """The same command is not the same where a shell expands it for each process, nor the same code
+    on each machine."""
     theirs = {}
 
     def gather(out, own):
-        out[:] = [own, {**own, **theirs}]
+        out[:] = [own, {**own, **theirs} if isinstance(own, dict) else own]
 
     monkeypatch.setenv("WORLD_SIZE", "2")
     for name, value in (("init_process_group", lambda _: None), ("is_initialized", lambda: True),
+                        ("is_torchelastic_launched", lambda: True), ("get_rank", lambda: 0),
                         ("get_world_size", lambda: 2), ("all_gather_object", gather)):
         monkeypatch.setattr(torch.distributed, name, value)
-    for name, value, said in (("limit", 1, "limit: 2, 1; give all"),
-                              ("data_dir", "a", "data_dir: None, a; give all"),
-                              ("the weights", "w", "the weights: .*, w; give all")):
+    for name, value, said in (("limit", 1, "limit: 1 in 1, 2 in 1; start"),
+                              ("data_dir", "a", "data_dir: None in 1, a in 1; start"),
+                              ("code", "other", "code: .* in 1, other in 1; start"),
+                              ("weights_sha256", "w", "weights_sha256: .* in 1, w in 1; start")):
         theirs.clear()
         theirs[name] = value
-        with pytest.raises(ValueError, match=f"the processes differ in {said}"):
+        with pytest.raises(ValueError, match=f"the 2 processes differ in {said}"):
             call(monkeypatch, "score", make_run("binary"), "--tasks=piqa", "--limit=2",
                  "--device=cpu")
 
@@ -1239,6 +1244,9 @@ def test_heldout_equals_direct_computation(binary, prepared):
 
 
 def test_heldout_from_the_command_line(make_run, prepared, monkeypatch, capsys):
+    """Also where a batch system has left the names that torchrun uses."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
     directory = make_run("learned", vocab_size=320, n_embd=36)
     call(monkeypatch, "score", directory, f"--data={prepared}", "--device=cpu")
     assert "bits/byte" in capsys.readouterr().out
