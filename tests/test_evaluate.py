@@ -1021,7 +1021,8 @@ def test_whatever_a_folder_is_it_ends_in_one_line(make_run, tmp_path, monkeypatc
     (KeyboardInterrupt(), 130, "interrupted"), (MemoryError(), 1, "not enough memory"),
     (OUT_OF_MEMORY[2], 1, "not enough memory"),
     (RuntimeError("Connection closed by peer [10.0.0.1]"), 1, "another process is lost"),
-    (torch.distributed.DistNetworkError("x"), 1, "another process is lost"), (OSError(28, "No space left", "x"), 1, "No space"),
+    (torch.distributed.DistNetworkError("x"), 1, "another process is lost"),
+    (OSError(28, "No space left", "x"), 1, "No space"),
     (ValueError("two\nlines"), 1, "two lines")])
 def test_what_ends_the_program_is_one_line(monkeypatch, capsys, error, code, said):
     def fail(*_):
