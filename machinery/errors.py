@@ -87,6 +87,8 @@ def explained(what, advice, kind=ValueError, place=""):
         yield
     except Exception as error:  # libraries have kinds of their own, and raise bare ones
         cause = machine_failure(error)
+        if cause is None and is_out_of_memory(error):
+            raise  # what was built of it is too large here
         if cause is not None:
             told = f"{what}: {explain(cause)}"
             raise OSError(f"{told}; {place}" if place else told) from error

@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[1]
 EARLIER = Path(__file__).parent / "earlier"
@@ -29,6 +30,9 @@ RESUME = ["train.py", *RUN_FLAGS, "--data=DATA", "--out=RUN", "--max_targets=256
 START = ["train.py", *RUN_FLAGS, "--data=DATA", "--out=NEW", "--max_targets=640"]
 PREPARE = ["prepare.py", "--source=SOURCE", "--tokenizer=train:280", "--workers=1", "--out=NEW"]
 SCORE = ["evaluate.py", "score", "RUN", "--data=DATA", "--device=cpu"]
+SAMPLE = ["evaluate.py", "sample", "RUN", "--device=cpu"]
+PROBE = ["evaluate.py", "probe", "RUN", "--data=DATA", "--device=cpu"]
+EXPORT = ["evaluate.py", "export", "RUN", "NEW"]
 COMPARE = ["compare.py", "RUN", "--baseline=gf2 code 12345", "--out=NEW"]
 
 
@@ -139,6 +143,63 @@ def test_a_failure_is_told_in_one_line_and_loses_nothing(
     assert "Traceback" not in told
     assert told.count("\n") <= 2, told
     assert not any(word in told for word in ("damaged", "replace it", "delete")), told
+    after = snapshot(place)
+    assert {path: after.get(path) for path in before} == before
+
+
+def no_keys(path):
+    torch.save({"state_dict": {}, "epoch": 3}, path)
+
+
+def some_keys(path):
+    torch.save({"step": 3, "model": {}, "optimizer": {}}, path)
+
+
+def other_config(path):
+    good = torch.load(next(path.parent.glob("step-*.pt")), weights_only=True)
+    torch.save(good | {"model_config": {"n_layers": 2}, "config": {}}, path)
+
+
+def other_weights(path):
+    good = torch.load(next(path.parent.glob("step-*.pt")), weights_only=True)
+    torch.save(good | {"model": {"transformer.wte.weight": torch.ones(2, 2)}}, path)
+
+
+def only_a_tensor(path):
+    torch.save(torch.ones(3), path)
+
+
+def a_whole_module(path):
+    torch.save(torch.nn.Linear(2, 2), path)
+
+
+def a_program(path):
+    torch.jit.script(torch.nn.Linear(2, 2)).save(path)
+
+
+def a_pointer(path):
+    path.write_text("version 1\noid sha256:0\nsize 9\n")
+
+
+FOREIGN = [no_keys, some_keys, other_config, other_weights, only_a_tensor, a_whole_module,
+           a_program, a_pointer]
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's, of how some of these are made
+@pytest.mark.parametrize("command", [RESUME, SCORE, SAMPLE, PROBE, EXPORT],
+                         ids=["resume", "score", "sample", "probe", "export"])
+@pytest.mark.parametrize("make", FOREIGN)
+def test_a_checkpoint_of_another_program_is_told_as_such(
+        command, make, monkeypatch, capsys, place):
+    make(place / "RUN" / "foreign")
+    for path in (place / "RUN").glob("step-*.pt"):
+        path.unlink()
+    (place / "RUN" / "foreign").rename(place / "RUN" / "step-00000099.pt")
+    before = snapshot(place)
+    with monkeypatch.context() as patch:
+        code, told = run_stage(patch, capsys, place, command)
+    assert code == 1 and told.count("\n") == 1, told
+    assert "run the code" not in told and "weights_only" not in told
     after = snapshot(place)
     assert {path: after.get(path) for path in before} == before
 
