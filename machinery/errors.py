@@ -16,11 +16,14 @@ ADVICE = {  # for failures of the machine, not of what is read
     errno.ESTALE: f"the network file system failed; {AGAIN}",
     errno.ETIMEDOUT: f"the network file system failed; {AGAIN}",
     errno.ENOMEM: f"not enough memory; {AGAIN} with less at work",
+    errno.EAGAIN: f"no more processes or memory may be had now; {AGAIN} with less at work",
     errno.EMFILE: "raise the limit on open files (ulimit -n)",
     errno.ENAMETOOLONG: "choose a shorter name",
 }
-# Memory that does not suffice, in the words of CUDA and MPS, of Linux, and of Windows and macOS.
-OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
+# Memory that does not suffice, in the words of CUDA and MPS, of Linux, of Windows and macOS; and
+# room for a thread, in Python's.
+OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory",
+                 "can't start new thread")
 # What torch's own exceptions of a lost process say, for which it has no kind.
 LOST_PROCESS = ("Connection closed by peer", "Connection reset by peer", "Timed out waiting",
                 "Connection refused", "failed to connect")

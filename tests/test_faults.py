@@ -222,6 +222,55 @@ def test_what_a_file_system_lacks_stops_nothing(
     assert code == 0, told
 
 
+# What each Python of a preparation does first, and what must come of it: the number of processes
+# that do the work, or words of the one line.
+NO_PROCESSES = {
+    "no fork server": ("multiprocessing.util.spawnv_passfds = refuse", "one process does it all"),
+    "no first worker": ("os.fork = refuse", "no more processes"),
+    "no second worker": ("os.fork = lambda fork=os.fork, ids=[]: refuse() if ids else"
+                         " ids.append(fork()) or ids[0]", "no more processes"),
+    "no worker without a fork server": (
+        "multiprocessing.get_all_start_methods = lambda: ['spawn']\n"
+        "multiprocessing.util.spawnv_passfds = refuse", "no more processes"),
+    "no thread": ("threading.Thread.start = refuse_thread", "can't start new thread")}
+
+
+@pytest.mark.parametrize("name", NO_PROCESSES)
+def test_processes_that_cannot_be_started(name, monkeypatch, capsys, place):
+    """As where a user's limit, or a container's, is reached."""
+    fault, words = NO_PROCESSES[name]
+    source = place / "SOURCE.jsonl"
+    source.write_text(source.read_text() * 50)  # several batches
+    (place / "site").mkdir()
+    (place / "site" / "sitecustomize.py").write_text(f"""
+import multiprocessing, multiprocessing.util, os, threading
+
+def refuse(*_):
+    raise BlockingIOError({errno.EAGAIN}, os.strerror({errno.EAGAIN}))
+
+def refuse_thread(self):
+    raise RuntimeError("can't start new thread")
+
+{fault}
+""")
+    argv = [argument.replace("--workers=1", "--workers=2") for argument in PREPARE]
+    done = subprocess.run([sys.executable, *spell_out(argv, place)], capture_output=True,
+                          text=True, cwd=ROOT, timeout=60,
+                          env=os.environ | {"PYTHONPATH": str(place / "site")})
+    told = [line for line in done.stderr.splitlines() if not line.startswith(" ")]
+    assert words in done.stderr and "prepare.py: Traceback" not in done.stderr, done.stderr
+    if name == "no fork server":
+        assert done.returncode == 0, done.stderr
+    else:
+        assert done.returncode == 1 and told[-1].startswith("prepare.py: "), done.stderr
+        assert not list((place / "NEW").rglob("*.bin"))
+    clean = snapshot(place / "NEW")
+    with monkeypatch.context() as patch:  # the same command completes it
+        assert run_stage(patch, capsys, place, PREPARE)[0] == 0
+    if name == "no fork server":
+        assert snapshot(place / "NEW") == clean
+
+
 @pytest.mark.parametrize("stage", ["prepare", "compare", "train", "evaluate"])
 def test_modules_that_some_systems_lack_are_not_needed(stage, place):
     """Windows has no fcntl and no resource."""
