@@ -19,6 +19,7 @@ from machinery.errors import (
     say_at_once,
     warn,
 )
+from machinery.files import HELD, HeldError
 from machinery.machine import tune_allocator
 
 WORKING, DONE, FAILED = 0, 1, 2
@@ -180,6 +181,9 @@ def exit_with(main):
         code = main()
     except ElsewhereError:
         pass
+    except HeldError as error:
+        code = HELD
+        warn(f"train.py: {error}")
     except FloatingPointError as error:  # the same in all processes
         if process_number() == 0:
             warn(f"train.py: {error}")

@@ -66,7 +66,7 @@ def claim_run(out):
     """Return out/log.jsonl, open for appending. No other run writes to the directory while this
     file object lives.
 
-    Raises ValueError if another process is at it.
+    Raises HeldError if another process is at it.
     """
     Path(out).mkdir(parents=True, exist_ok=True)
     claim = only_process_in(out, "run")
