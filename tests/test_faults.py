@@ -1,7 +1,7 @@
 """What a stage does when the machine fails it: the same result, or one line and nothing lost.
 
-Each case makes one call fail on cue (open, read, write, fsync, lock, fork, memory) while a stage runs as
-its command does, and then looks at three things: the exit code, that standard error has no
+Each case makes one call fail on cue (open, read, write, fsync, lock, fork, memory) while a stage
+runs as its command does, and then looks at three things: the exit code, that standard error has no
 traceback, and that every file that was there before still holds what it held.
 """
 
