@@ -456,7 +456,7 @@ def main():
     autocast = autocast_of(args.dtype, device)
     bad = torch.zeros(3, device=device)
     windows_per_step = args.tokens_per_step // args.block_size
-    with catch_signals(stop_soon()) as signals:
+    with catch_signals(stop_soon()) as signals, report:
         report.start()
         while True:
             if validation and (step % args.eval_every == 0 or step >= args.steps):

@@ -17,7 +17,7 @@ from machinery.files import only_process_in, sha256_of, write_whole
 FREE_ON_RESUME = {
     "device", "micro_batch", "parallel", "checkpoint_activations", "compile", "timeout",
     "log_every", "eval_every", "eval_windows", "save_every", "keep", "keep_every", "profile",
-    "tensorboard", "preset", "data", "out", "max_targets", "resume", "dry_run",
+    "tensorboard", "trackio", "wandb", "preset", "data", "out", "max_targets", "resume", "dry_run",
     "targets_per_second"}
 # Fields that the earliest runs do not record, and what they were trained with.
 ADDED = {"code_width": 0, "input_std": 0.02}
