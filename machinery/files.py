@@ -66,11 +66,11 @@ def only_process_in(folder, stage):
     Raises HeldError if one is at work there. Where the file system knows no locks it says so and
     goes on.
     """
-    import filelock  # here, so that reading shards needs it not
+    with warnings.catch_warnings(action="ignore"):  # of a file as a lock, where there is no other
+        import filelock  # here, so that reading shards needs it not
     lock = filelock.FileLock(Path(folder) / ".lock", timeout=0)
     try:
-        with warnings.catch_warnings():  # of a file as a lock, where there is no other
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             lock.acquire()
     except filelock.Timeout:
         raise HeldError(f"{folder}: another {stage} is at work here; choose another --out, or "
