@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from preparing import ROOT, WORDS, run
+from stages import make_place
 
 from machinery.tokenizer import train_tokenizer
 
@@ -58,3 +59,9 @@ def prep(flags):
         run(*asked, *more)
         return Path(asked[1].removeprefix("--out="))
     return prep
+
+
+@pytest.fixture
+def place(tmp_path):
+    """A folder with a run, its data and a source (stages.make_place)."""
+    return make_place(tmp_path)
