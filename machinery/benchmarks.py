@@ -56,6 +56,8 @@ def set_shots(name, task, num_fewshot):
         task.set_config("num_fewshot", 0)
     else:
         n = len(list(task.fewshot_docs()))
+        if task.fewshot_cfg.split == task.config.test_split:
+            n -= 1  # a document is no example for itself
         if n < shots:
             raise ValueError(f"{name}: {shots} examples are asked for, but it has {n}; "
                              f"give --num_fewshot={n}")

@@ -59,7 +59,7 @@ def task_list(text):
 
 
 def place(text):
-    """Return a path; a shell leaves the ~ of --flag=~/x to the program."""
+    """Return a path; a shell leaves the ~ of --out=~/x to the program."""
     return os.path.expanduser(text)
 
 
