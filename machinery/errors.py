@@ -11,6 +11,7 @@ ADVICE = {  # for failures of the machine, not of what is read
     errno.EDQUOT: "the disk quota is used up; make room and run the same command again",
     errno.EACCES: "ask for the permission, or name another place",
     errno.EPERM: "ask for the permission, or name another place",
+    errno.ENOTDIR: "name another place",
     errno.EROFS: "name a place that can be written",
     errno.EIO: f"the disk or the network failed; {AGAIN}",
     errno.ESTALE: f"the network file system failed; {AGAIN}",

@@ -229,6 +229,13 @@ def task_of_the_hub(place):
     place.patch.setenv("HF_DATASETS_OFFLINE", "1")
 
 
+def no_home(place):
+    from datasets import config
+    task(place)
+    for name in ("HF_DATASETS_CACHE", "HF_MODULES_CACHE"):
+        place.patch.setattr(config, name, f"{os.devnull}/home/cache")
+
+
 def copy_of_data_set(place):
     (place / "COPIES/org/name").mkdir(parents=True)
     shutil.copy(place / "docs.jsonl", place / "COPIES/org/name/test.jsonl")
@@ -359,6 +366,7 @@ ROWS = [
     (["evaluate.py", "score", "RUN", "--limit=1", "--include_path=TASKS"], task,
      "give (--tasks) or --suite too", [r"AGAIN \1=own --device=cpu"]),
     ([*TASK, "--num_fewshot=7"], task, r"give (--num_fewshot=\d+)", [r"AGAIN \1"]),
+    (TASK, no_home, "set HF_HOME=DIR to a place that you can write to", ["AGAIN"]),
     (TASK, task_of_the_hub, r"give (--data_dir)=DIR with a copy of it in DIR/ORG/NAME",
      [copy_of_data_set, r"AGAIN \1=COPIES"]),
     # compare.py and codes.py

@@ -37,7 +37,7 @@ import model
 from machinery import benchmarks, huggingface, packing, references, scorer, scores
 from machinery.candidates import Candidate
 from machinery.checkpoints import load_model
-from machinery.errors import one_line
+from machinery.errors import is_out_of_memory, one_line
 from machinery.harness import HarnessLM
 from machinery.runs import data_fingerprint
 from machinery.scorer import Scorer
@@ -364,6 +364,15 @@ def test_memory_trouble_halves_the_batch(binary, capsys, row, error, monkeypatch
     assert "continuing with --batch_tokens=" in capsys.readouterr().err
     with pytest.raises(RuntimeError, match="shape"):
         score(dataclasses.replace(binary, forward=breaks), pairs)
+
+
+@pytest.mark.parametrize("allocate", [
+    lambda: torch.empty(1 << 50, dtype=torch.uint8), lambda: np.empty(1 << 50, np.uint8),
+    lambda: bytearray(1 << 50)])
+def test_this_machines_own_words_for_too_little_memory_are_known(allocate):
+    with pytest.raises((RuntimeError, MemoryError)) as error:
+        allocate()
+    assert is_out_of_memory(error.value)
 
 
 def test_interrupted_evaluation_continues(binary, tmp_path):
@@ -1675,7 +1684,10 @@ ARCHITECTURES = {
     "windows in some layers": ("Gemma3Text", {"sliding_window": 40, "query_pre_attn_scalar": 8,
                                               "layer_types": ["sliding_attention",
                                                               "full_attention"]}, False),
+    "a window of code models": ("Starcoder2", {"sliding_window": 40}, False),
     "a state": ("Mamba", {"state_size": 4}, False),
+    "other names, biased scores": ("Mpt", {"d_model": 32, "n_heads": 4, "n_layers": 2,
+                                           "max_seq_len": T}, False),
     "no position ids": ("Bloom", {"n_head": 4, "n_layer": 2}, False)}
 
 

@@ -168,6 +168,8 @@ GOES_ON = [
     (PREPARE, "lock", "", errno.ENOSYS),
     (PREPARE, "lock", "", errno.ENOLCK),
     (START, "lock", "", errno.ENOSYS),
+    (START, "lock", "", errno.ENOLCK),
+    (START, "lock", "", errno.EOPNOTSUPP),
     (START, "fsync", "", errno.EINVAL),
     (SCORE, "fsync", "", errno.EINVAL),
 ]
