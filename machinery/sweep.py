@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import os
 import subprocess
 import sys
 import time
@@ -105,10 +106,11 @@ def train(script, command, out):
     children = []
 
     def pass_on(number):
-        for child in children:
-            child.send_signal(number)
+        if os.name == "posix":  # on Windows the console has told it already
+            for child in children:
+                child.send_signal(number)
 
-    with open(out / "console.txt", "a") as console, catch_signals(pass_on) as signals:
+    with open(out / "console.txt", "ab") as console, catch_signals(pass_on) as signals:
         # In a session of its own: a Ctrl-C at the terminal reaches it once, through this process.
         child = subprocess.Popen([sys.executable, script, *command], stdout=console,
                                  stderr=subprocess.STDOUT, start_new_session=True)
