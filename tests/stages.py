@@ -22,6 +22,19 @@ PROBE = ["evaluate.py", "probe", "RUN", "--data=DATA", "--device=cpu"]
 EXPORT = ["evaluate.py", "export", "RUN", "NEW"]
 COMPARE = ["compare.py", "RUN", "--baseline=gf2 code 12345", "--out=NEW"]
 
+# What has a Python lack the modules, calls and signals that Windows lacks.
+WINDOWS = """
+import multiprocessing, os, signal, sys
+sys.modules.update(fcntl=None, resource=None, termios=None, pwd=None, grp=None)
+for name in ("fork", "forkpty", "sched_getaffinity", "sched_setaffinity", "getuid", "geteuid",
+             "fchmod", "fchown", "chown", "killpg", "setsid", "getpgid", "mkfifo", "sysconf",
+             "getloadavg", "wait3", "wait4", "nice"):
+    delattr(os, name)
+for name in ("SIGHUP", "SIGUSR1", "SIGUSR2", "SIGQUIT", "SIGALRM", "SIGCHLD", "SIGPIPE"):
+    delattr(signal, name)
+multiprocessing.get_all_start_methods = lambda: ["spawn"]
+"""
+
 
 def snapshot(folder):
     return {path.relative_to(folder): path.read_bytes()

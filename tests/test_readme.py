@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from stages import WINDOWS
 from training import FirstUpdate, fake_cuda
 
 import prepare
@@ -22,18 +23,6 @@ SHORT = {"prepare.py": ["--max_documents=90"],
          "train.py": ["--max_targets=4096", "--eval_windows=2", "--log_every=1"],
          "evaluate.py": ["--max_new_tokens=3"]}
 
-# Modules, calls and signals that Windows lacks.
-WINDOWS = """
-import multiprocessing, os, signal, sys
-sys.modules.update(fcntl=None, resource=None, termios=None, pwd=None, grp=None)
-for name in ("fork", "forkpty", "sched_getaffinity", "sched_setaffinity", "getuid", "geteuid",
-             "fchmod", "fchown", "chown", "killpg", "setsid", "getpgid", "mkfifo", "sysconf",
-             "statvfs", "getloadavg", "wait3", "wait4", "nice"):
-    delattr(os, name)
-for name in ("SIGHUP", "SIGUSR1", "SIGUSR2", "SIGQUIT", "SIGALRM", "SIGCHLD", "SIGPIPE"):
-    delattr(signal, name)
-multiprocessing.get_all_start_methods = lambda: ["spawn"]
-"""
 # One core, and a GPU; torch is not imported where a command does without.
 CONTAINER = """
 import os, sys
