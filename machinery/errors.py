@@ -5,6 +5,7 @@ import errno
 import os
 import sys
 
+INSTALL = "run pip install -r requirements.txt"
 AGAIN = "nothing is lost; run the same command again"
 ADVICE = {  # for failures of the machine, not of what is read
     errno.ENOSPC: "the disk is full; make room and run the same command again",
@@ -144,7 +145,7 @@ def one_line(program, less_memory):
         print(f"{program}: interrupted; run the same command again to go on", file=sys.stderr)
         sys.exit(130)  # as a shell says it: 128 + SIGINT
     except ImportError as error:
-        sys.exit(f"{program}: {first_line(error)}; run pip install -r requirements.txt")
+        sys.exit(f"{program}: {first_line(error)}; {INSTALL}")
     except ElsewhereError:
         sys.exit(1)
     except (ValueError, OSError) as error:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from machinery.errors import (
+    INSTALL,
     ElsewhereError,
     explain,
     first_line,
@@ -167,6 +168,8 @@ def reason(error):
     if type(error).__module__.startswith(("torch._inductor", "torch._dynamo")):
         return (f"--compile does not work here ({first_line(error)}); leave it out, or install a "
                 "C++ compiler")
+    if isinstance(error, ImportError):
+        return f"{first_line(error)}; {INSTALL}"
     if isinstance(error, (ValueError, OSError, MemoryError)):
         return explain(error)
     return None

@@ -1,8 +1,8 @@
 """What a stage does when the machine fails it: the same result, or one line and nothing lost.
 
-Each case makes one call fail on cue (open, read, write, fsync, lock, fork, memory) while a stage
-runs as its command does, and then looks at three things: the exit code, that standard error has no
-traceback, and that every file that was there before still holds what it held.
+Each case makes one call fail on cue (open, read, write, fsync, lock, fork, memory, import) while a
+stage runs as its command does, and then looks at three things: the exit code, that standard error
+has no traceback, and that every file that was there before still holds what it held.
 """
 
 import builtins
@@ -52,6 +52,8 @@ def fail(monkeypatch, call, part, error):
     if call in ("read", "write"):
         monkeypatch.setattr(builtins, "open", wrap(builtins.open))
         monkeypatch.setattr(io, "open", wrap(io.open))
+    elif call == "import":
+        monkeypatch.setitem(sys.modules, part, None)
     elif call == "map":
         monkeypatch.setattr(mmap, "mmap", failing)
     elif call == "fsync":
@@ -88,6 +90,14 @@ STOPS = [
     (SCORE, "read", "DATA/meta.json", errno.EIO),
     (SCORE, "write", "heldout-", errno.EROFS),
     (COMPARE, "read", "config.json", errno.EACCES),
+    (PREPARE, "import", "filelock", None),
+    (START, "import", "filelock", None),
+    (RESUME, "import", "filelock", None),
+    ([*START, "--input=random"], "import", "scipy.spatial", None),
+    (EXPORT, "import", "safetensors.torch", None),
+    (PROBE, "import", "matplotlib.pyplot", None),
+    (COMPARE, "import", "matplotlib", None),
+    ([*SCORE[:3], "--tasks=own", "--device=cpu"], "import", "lm_eval.tasks", None),
     (COMPARE, "read", "heldout-", errno.EIO),
     (COMPARE, "write", "NEW", errno.EROFS),
 ]
