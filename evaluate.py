@@ -43,7 +43,7 @@ from machinery.files import sha256
 from machinery.huggingface import export_checkpoint, import_folder
 from machinery.options import parse_evaluate_args
 from machinery.packing import cut_documents
-from machinery.processes import check_same_everywhere
+from machinery.processes import check_same_everywhere, refuse_under_torchrun
 from machinery.references import open_reference
 from machinery.runs import data_fingerprint
 from machinery.scorer import MAX_LENGTH, Scorer, join_processes, leave_processes
@@ -296,6 +296,8 @@ COMMANDS = {"score": command_score, "sample": command_sample, "probe": command_p
 
 def main():
     args = parse_evaluate_args(SUITES, __doc__)
+    if args.command != "score":
+        refuse_under_torchrun(args.command, "is the work of one process: leave torchrun out")
     COMMANDS[args.command](args)
 
 

@@ -148,13 +148,15 @@ def check_same_everywhere(facts):
     in_all(refuse)
 
 
-def refuse_under_torchrun(flag):
+SWEEPS = "starts processes itself: leave torchrun out, or start each run under torchrun"
+
+
+def refuse_under_torchrun(what, why=SWEEPS):
     """Stop if there are processes of torchrun: each would do the work of all."""
     if dist.is_torchelastic_launched():
         if process_number():
             raise ElsewhereError
-        raise ValueError(f"{flag} starts processes itself: leave torchrun out, or start each run "
-                         "under torchrun")
+        raise ValueError(f"{what} {why}")
 
 
 def reason(error):

@@ -37,7 +37,7 @@ import model
 from machinery import benchmarks, huggingface, packing, references, scorer, scores
 from machinery.candidates import Candidate
 from machinery.checkpoints import load_model
-from machinery.errors import is_out_of_memory, one_line
+from machinery.errors import ElsewhereError, is_out_of_memory, one_line
 from machinery.harness import HarnessLM
 from machinery.runs import data_fingerprint
 from machinery.scorer import Scorer
@@ -1172,6 +1172,21 @@ class OwnForCausalLM(LlamaForCausalLM):
     assert "it runs code that came with it" in capsys.readouterr().err
     pairs = random_pairs(3)[:9]
     assert_close(score(candidate, pairs), score(open_reference(make_reference("llama")), pairs))
+
+
+@pytest.mark.parametrize("words", (["sample", "RUN"], ["probe", "RUN"], ["export", "RUN", "HF"],
+                                   ["import", "HF", "OUT"]))
+def test_only_score_shares_its_work_out(tmp_path, monkeypatch, words):
+    """Two processes would write the same files, or print everything twice."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.distributed, "is_torchelastic_launched", lambda: True)
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ValueError, match=f"{words[0]} is the work of one process: leave torchrun"):
+        call(monkeypatch, *words)
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(ElsewhereError):
+        call(monkeypatch, *words)
+    assert not list(tmp_path.iterdir())
 
 
 def test_utf16_ids(make_run, tmp_path, monkeypatch, capsys):
