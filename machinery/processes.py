@@ -24,6 +24,7 @@ from machinery.files import HELD, HeldError
 from machinery.machine import tune_allocator
 
 WORKING, DONE, FAILED = 0, 1, 2
+SWEEPS = "starts processes itself: leave torchrun out, or start each run under torchrun"
 MAY_DIFFER = {"data", "out", "timeout"}  # from process to process: places and patience
 
 
@@ -146,9 +147,6 @@ def check_same_everywhere(facts):
                              "start them all with the same flags, data and code")
 
     in_all(refuse)
-
-
-SWEEPS = "starts processes itself: leave torchrun out, or start each run under torchrun"
 
 
 def refuse_under_torchrun(what, why=SWEEPS):

@@ -1,5 +1,6 @@
 """Whole commands of any stage, run in this process on a small run and its data."""
 
+import os
 import runpy
 import shutil
 import sys
@@ -29,9 +30,9 @@ sys.modules.update(fcntl=None, resource=None, termios=None, pwd=None, grp=None)
 for name in ("fork", "forkpty", "sched_getaffinity", "sched_setaffinity", "getuid", "geteuid",
              "fchmod", "fchown", "chown", "killpg", "setsid", "getpgid", "mkfifo", "sysconf",
              "getloadavg", "wait3", "wait4", "nice"):
-    delattr(os, name)
+    vars(os).pop(name, None)
 for name in ("SIGHUP", "SIGUSR1", "SIGUSR2", "SIGQUIT", "SIGALRM", "SIGCHLD", "SIGPIPE"):
-    delattr(signal, name)
+    vars(signal).pop(name, None)
 multiprocessing.get_all_start_methods = lambda: ["spawn"]
 """
 
@@ -60,6 +61,15 @@ def spell_out(command, place):
         flag, equals, value = argument.rpartition("=")
         arguments.append(f"{flag}{equals}{words.get(value, value)}")
     return arguments
+
+
+def beginning_with(code, folder):
+    """Return the environment of a Python that executes code first, by a new folder's
+    sitecustomize.py."""
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(code)
+    paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
 def run_stage(monkeypatch, capsys, place, command):

@@ -27,6 +27,7 @@ from stages import (
     START,
     SWEEP,
     WINDOWS,
+    beginning_with,
     run_stage,
     snapshot,
     spell_out,
@@ -214,8 +215,7 @@ def test_processes_that_cannot_be_started(name, monkeypatch, capsys, place):
     fault, words = NO_PROCESSES[name]
     source = place / "SOURCE.jsonl"
     source.write_text(source.read_text() * 50)  # several batches
-    (place / "site").mkdir()
-    (place / "site" / "sitecustomize.py").write_text(f"""
+    environment = beginning_with(f"""
 import multiprocessing, multiprocessing.util, os, threading
 
 def refuse(*_):
@@ -225,12 +225,11 @@ def refuse_thread(self):
     raise RuntimeError("can't start new thread")
 
 {fault}
-""")
+""", place / "site")
     argv = [argument.replace("--workers=1", "--workers=2") for argument in PREPARE]
     done = subprocess.run([sys.executable, *spell_out(argv, place)], capture_output=True,
-                          text=True, cwd=ROOT, timeout=60,
-                          env=os.environ | {"PYTHONPATH": str(place / "site")})
-    told = [line for line in done.stderr.splitlines() if not line.startswith(" ")]
+                          text=True, cwd=ROOT, timeout=60, env=environment)
+    told = done.stderr.splitlines()
     assert words in done.stderr, done.stderr
     if name == "no fork server":
         assert done.returncode == 0, done.stderr

@@ -9,16 +9,14 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from stages import WINDOWS
+from stages import ROOT, WINDOWS, beginning_with
 from training import FirstUpdate, fake_cuda
 
 import prepare
 import train
 
-ROOT = Path(__file__).parents[1]
 SHORT = {"prepare.py": ["--max_documents=90"],
          "train.py": ["--max_targets=4096", "--eval_windows=2", "--log_every=1"],
          "evaluate.py": ["--max_new_tokens=3"]}
@@ -26,7 +24,8 @@ SHORT = {"prepare.py": ["--max_documents=90"],
 # One core, and a GPU; torch is not imported where a command does without.
 CONTAINER = """
 import os, sys
-os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+if hasattr(os, "sched_setaffinity"):
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 if any(name in " ".join(sys.orig_argv) for name in ("train.py", "evaluate.py")):
     import torch
     torch.cuda.is_available = lambda: True
@@ -65,23 +64,22 @@ def test_the_main_command_is_prepare_train_and_sample():
 @pytest.mark.parametrize("name", MACHINES)
 def test_the_main_command_works(name, tmp_path):
     first, settings, flags = MACHINES[name]
-    clone, site = fresh_copy(tmp_path / "clone"), tmp_path / "site"
-    site.mkdir()
-    (site / "sitecustomize.py").write_text(first)
-    plain = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
+    clone = fresh_copy(tmp_path / "clone")
+    environment = beginning_with(first, tmp_path / "site") | settings
+    environment.pop("PYTHONUNBUFFERED", None)
     said = ""
     for _, script, *rest in main_commands():
         more = SHORT[script] + (flags if script != "prepare.py" else [])
         done = subprocess.run([sys.executable, script, *rest, *more], cwd=clone, text=True,
                               capture_output=True, timeout=120, encoding="utf-8",
-                              env=plain | {"PYTHONPATH": str(site)} | settings)
+                              env=environment)
         assert done.returncode == 0, f"{script}: {done.stderr[-3000:]}"
         assert "Error" not in done.stderr and "Warning" not in done.stderr, done.stderr
         said += done.stdout
     assert said.count("\npreset smoke (") == 1 and "validation loss" in said
     assert (clone / "out/smoke-binary-s1/step-00000002.pt").exists()
     if first == CONTAINER:
-        assert "; 1 workers\n" in said
+        assert "; 1 workers\n" in said or not hasattr(os, "sched_setaffinity")
         assert "preset smoke (CUDA is present, but data/fineweb-edu is not" in said
 
 
