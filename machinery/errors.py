@@ -5,6 +5,7 @@ import errno
 import os
 import sys
 
+CACHE_PLACE = "set HF_HOME=DIR to a place that you can write to"  # of the hub's cache
 INSTALL = "run pip install -r requirements.txt"
 AGAIN = "nothing is lost; run the same command again"
 ADVICE = {  # for failures of the machine, not of what is read

@@ -1066,6 +1066,21 @@ def test_a_place_that_is_not_ours_is_told_as_such(make_run, tasks_dir, monkeypat
     assert "--data_dir" not in line
 
 
+@pytest.mark.parametrize("name", ("org/name", "here"))
+def test_a_cache_that_is_not_ours_is_no_wrong_model(tmp_path, transformers, monkeypatch, capsys,
+                                                    name):
+    def fail(*_, **__):
+        raise PermissionError(13, "Permission denied", "/nobody/cache")
+
+    monkeypatch.chdir(tmp_path)
+    Path("here").mkdir()
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", fail)
+    code, line = main_ends_in_one_line(monkeypatch, capsys, "score", f"--hf={name}", "--data=x",
+                                       "--device=cpu")
+    assert code == 1 and "/nobody/cache: Permission denied" in line
+    assert ("set HF_HOME=DIR" in line) == (name == "org/name")
+
+
 def test_a_run_that_cannot_be_written_is_scored_elsewhere(own_run, prepared, tmp_path, monkeypatch,
                                                           capsys):
     """It is known before the work, and --out has another place."""
