@@ -141,6 +141,11 @@ def cut_checkpoints(place):
         path.write_bytes(path.read_bytes()[:-100])
 
 
+def full_disk(place):
+    usage = shutil.disk_usage(place.folder)
+    place.patch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1))
+
+
 def held(place):
     place.hold("NEW")
 
@@ -241,6 +246,12 @@ def copy_of_data_set(place):
     shutil.copy(place / "docs.jsonl", place / "COPIES/org/name/test.jsonl")
 
 
+def scored_unlike(place):
+    task(place)
+    place.run(TASK)
+    place.run([*TASK, "--limit=1", "--out=OTHER"])
+
+
 def unfinished(place):
     place.edit("RUN/config.json", max_targets=2560)
 
@@ -296,6 +307,8 @@ ROWS = [
     (["prepare.py", "--join", "DATA"], clean, "goes with (--out)=DIR", [r"AGAIN \1=OUT"]),
     (["prepare.py", "--stats"], clean, "goes with (--check)=DIR", [r"AGAIN \1=DATA"]),
     (PREPARE, held, "at work here; choose another (--out), or wait", [r"AGAIN \1=OUT"]),
+    (PREPARE, full_disk, "give another (--out), or take fewer files with --shards",
+     [r"AGAIN \1=OUT"]),
     # train.py
     (SMOKE, clean, r"run (python prepare.py --out=\S+) \(or give --data=DIR\)",
      [r"\1 --workers=1", "AGAIN"]),
@@ -383,6 +396,9 @@ ROWS = [
      [r"\1 --device=cpu", "AGAIN"]),
     (["compare.py", "RUN/earlier_choice-00000010.json", "--published=no"], clean,
      r"expected some of (\w+),", [r"AGAIN --published=\1"]),
+    (["compare.py", "RUN/own-00000010.json", "OTHER/RUN/own_limit1-00000010.json"], scored_unlike,
+     r"score both alike \(--limit", [[*TASK, "--out=OTHER"], "compare.py RUN/own-00000010.json "
+                                      "OTHER/RUN/own-00000010.json"]),
     (["codes.py", "--vocab_size=16"], clean, "of more than 32 ids", ["AGAIN --vocab_size=33"])]
 
 
