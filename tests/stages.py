@@ -33,6 +33,7 @@ for name in ("fork", "forkpty", "sched_getaffinity", "sched_setaffinity", "getui
     vars(os).pop(name, None)
 for name in ("SIGHUP", "SIGUSR1", "SIGUSR2", "SIGQUIT", "SIGALRM", "SIGCHLD", "SIGPIPE"):
     vars(signal).pop(name, None)
+os.process_cpu_count = os.cpu_count  # of Python 3.13, which asks for the affinity elsewhere
 multiprocessing.get_all_start_methods = lambda: ["spawn"]
 """
 

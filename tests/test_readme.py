@@ -30,6 +30,7 @@ if any(name in " ".join(sys.orig_argv) for name in ("train.py", "evaluate.py")):
     import torch
     torch.cuda.is_available = lambda: True
     torch.cuda.device_count = lambda: 1
+    torch.accelerator.current_accelerator = lambda *_, **__: None  # else its driver is looked for
 """
 # Name: (sitecustomize.py, environment, flags at the end of what runs a model).
 MACHINES = {
