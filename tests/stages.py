@@ -28,7 +28,7 @@ WINDOWS = """
 import multiprocessing, os, signal, sys
 sys.modules.update(fcntl=None, resource=None, termios=None, pwd=None, grp=None)
 for name in ("fork", "forkpty", "sched_getaffinity", "sched_setaffinity", "getuid", "geteuid",
-             "fchmod", "fchown", "chown", "killpg", "setsid", "getpgid", "mkfifo", "sysconf",
+             "fchmod", "fchown", "chown", "killpg", "setsid", "getpgid", "mkfifo",
              "getloadavg", "wait3", "wait4", "nice"):
     vars(os).pop(name, None)
 for name in ("SIGHUP", "SIGUSR1", "SIGUSR2", "SIGQUIT", "SIGALRM", "SIGCHLD", "SIGPIPE"):
