@@ -5,6 +5,7 @@ import os
 import random
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,9 @@ from stages import make_place
 
 from machinery.tokenizer import train_tokenizer
 
+caches = tempfile.TemporaryDirectory()  # until the tests end
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test may wait for a network
+os.environ["HF_HOME"] = caches.name  # nor write into a home, which may be read-only
 os.environ["OMP_NUM_THREADS"] = "1"  # models this small lose by a second thread
 
 

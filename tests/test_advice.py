@@ -511,5 +511,6 @@ def test_the_cache_of_the_hub_moves_with_its_variable(tmp_path):
 
 def test_the_harness_lists_its_tasks():
     command = [sys.executable, "-m", "lm_eval", "ls", "tasks", "--help"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8",
+                          env=os.environ | {"PYTHONIOENCODING": "utf-8"})  # it prints bullets
     assert done.returncode == 0 and "List available tasks" in done.stdout, done.stderr
