@@ -261,6 +261,58 @@ def fixed_sinusoid(vocab_size, code_seed, code_offset, code_width=0):
 FIXED = dict(binary=fixed_binary, gf2=fixed_gf2, random=fixed_random, sinusoid=fixed_sinusoid)
 
 
+# --- Which rows of a shared table an id adds up (inputs.py)
+
+def digit_rows(vocab_size, base):
+    """Return i base + digit_i(t) for the M digits of every id, the lowest first: int64 [V, M].
+
+    >>> digit_rows(5, 3)[[2, 4]]
+    array([[2, 3],
+           [1, 4]])
+
+    Raises ValueError unless 2 <= base <= vocab_size.
+    """
+    if not 2 <= base <= vocab_size:
+        raise ValueError(f"base={base}: expected 2 to vocab_size={vocab_size}")
+    left, columns = np.arange(vocab_size), []
+    largest = vocab_size - 1
+    while largest:
+        columns.append(len(columns) * base + left % base)
+        left, largest = left // base, largest // base
+    return np.stack(columns, axis=1)
+
+
+def hash_rows(vocab_size, hashes, buckets, code_seed):
+    """Return `hashes` rows below `buckets` of every id, drawn from code_seed: int64 [V, hashes]."""
+    check_seed(code_seed)
+    return np.random.RandomState(code_seed).randint(0, buckets, (vocab_size, hashes))
+
+
+def spelling_codes(spellings, positions):
+    """Return (the first bytes of every token, int32 [V, positions], -1 after its end; how many
+    tokens are spelt there as an earlier one).
+
+    Those get at the last position the first byte that makes them another: long tokens cut alike,
+    and what stands for nothing, such as an unused id.
+
+    Raises ValueError if 256 bytes are not enough for that.
+    """
+    codes = np.full((len(spellings), positions), -1, np.int32)
+    taken, alike = set(), 0
+    for t, spelling in enumerate(spellings):
+        cut = spelling[:positions]
+        codes[t, :len(cut)] = list(cut)
+        byte, repeated = 0, tuple(codes[t]) in taken
+        while tuple(codes[t]) in taken:
+            if byte == 256:
+                raise ValueError(f"positions={positions}: more than 256 tokens begin with "
+                                 f"{cut[:positions - 1]!r}; give more positions")
+            codes[t, -1], byte = byte, byte + 1
+        taken.add(tuple(codes[t]))
+        alike += repeated
+    return codes, alike
+
+
 # --- Checks
 
 def check_codebook(name, made, vocab_size, width):

@@ -35,6 +35,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from inputs import FixedCodes
 from machinery import scores
 from machinery.candidates import Candidate, load_finite, run_tokenizer, vocabulary_sha256
 from machinery.checkpoints import hash_tensors
@@ -50,7 +51,6 @@ from machinery.scorer import MAX_LENGTH, Scorer, join_processes, leave_processes
 from machinery.shards import open_shards, read_meta
 from machinery.tokenizer import load_tokenizer, token_bytes
 from machinery.tokenizer import vocab_size as tokenizer_size
-from model import FixedCodes
 
 # The paper's benchmarks: (tasks, shots). Of the answers to a question acc takes the one of the
 # greatest ln p, acc_norm the one of the greatest ln p per character of the

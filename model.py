@@ -4,8 +4,7 @@
       -> input interface    learned: a row of a trainable V x C table
                             binary:  the id's K-bit code, tiled C / K times        nothing to train
                             gf2:     the same code recoded by A c + b over GF(2)   nothing to train
-                            controls: fixed random, sinusoid; lowdim: K learned numbers an id;
-                            tied: the output matrix's row
+                            and the others, all of them in inputs.py
       -> n_layer x Block    x += attention(norm(x));  x += swiglu(norm(x))
       -> norm -> lm_head    logits (B, T, V), an output matrix of its own (untied)
 
@@ -20,34 +19,19 @@ of a Hugging Face Llama, so exporting renames nothing.
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
-import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from codes import (
-    CODE_SEED,
-    FIXED,
-    FRACTION_BITS,
-    check_codebook,
-    check_seed,
-    code_report,
-    min_bits,
-    parse_offset,
-)
+from codes import CODE_SEED, check_seed, min_bits, parse_offset
+from inputs import INIT_STD, INPUTS, LIFTED, ONLY_FOR, build_input
 from kernels import NO_FLOAT64, LinearCrossEntropy, attend, selective_contexts
 
-INPUTS = ("learned", "tied", "lowdim", *FIXED)
-BITS = ("binary", "gf2")  # the codes that consist of bits
-INIT_STD = 0.02  # of every matrix and the learned table, but for the projections into the residual
 CHOICES = {"input": INPUTS, "ffn": ("swiglu", "gelu"), "code_values": ("01", "pm1"),
            "lift": ("tile", "interleave")}
-ONLY_FOR = {"code_values": BITS, "table_free": BITS, "code_offset": ("gf2",),
-            "code_scale": tuple(FIXED), "lift": (*FIXED, "lowdim"),
-            "code_width": ("binary", "random", "sinusoid", "lowdim"),
-            "input_std": ("learned", "lowdim")}  # the inputs for which it has a meaning
 
 
 @dataclass(frozen=True)
@@ -70,8 +54,14 @@ class ModelConfig:
     code_scale: str = "1"       # fixed codes: a factor, or matched: the learned rows' mean norm
     lift: str = "tile"          # how K numbers fill C: tile (the paper), or interleave
     table_free: bool = False    # binary, gf2: compute the codes from the ids, keep no codebook
-    code_width: int = 0         # fixed codes but gf2, lowdim: numbers an id; 0 is ceil(log2 V)
-    input_std: float = INIT_STD  # learned, lowdim: the table's standard deviation at the start
+    code_width: int = 0         # K, numbers an id; 0 is ceil(log2 V), the fewest
+    input_std: float = INIT_STD  # trained inputs: root mean square of their vectors at the start
+    base: int = 16              # digits: of the numbers that ids are written as
+    rank: int = 16              # factored: width of the narrow table
+    inner_width: int = 128      # alone: of the network on the code
+    hashes: int = 2             # hashed: rows an id adds up
+    buckets: int = 1024         # hashed: rows there are
+    positions: int = 32         # spelling: bytes of a token that are told apart
     norm_eps: float = 1e-5      # the paper does not state it
     rope_theta: float = 10_000.0
 
@@ -100,10 +90,13 @@ class ModelConfig:
             raise ValueError(f"code_scale={self.code_scale}: expected matched or a number above 0")
         if not positive(self.input_std):
             raise ValueError(f"input_std={self.input_std}: expected a number above 0")
+        if self.input == "digits" and not 2 <= self.base <= self.vocab_size:
+            raise ValueError(f"base={self.base}: expected 2 to vocab_size={self.vocab_size}")
         check_seed(self.code_seed)
         if self.code_offset != "random":
             parse_offset(self.code_offset, self.n_bits)
-        for name in ("block_size", "n_layer", "n_head", "n_embd", "n_ffn"):
+        for name in ("block_size", "n_layer", "n_head", "n_embd", "n_ffn", "rank", "inner_width",
+                     "hashes", "buckets", "positions"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: expected 1 or more")
         self.check_width()
@@ -117,10 +110,9 @@ class ModelConfig:
             raise ValueError(f"code_width={self.code_width}, table_free=True: only the id's own "
                              "bits can be computed from it; leave one out")
         factors = {f"2 x n_head={self.n_head}": 2 * self.n_head}
-        if self.code_width:
-            factors[f"code_width={self.code_width}"] = self.code_width
-        elif self.input not in ("learned", "tied"):
-            factors[f"n_bits={self.n_bits} (vocab_size={self.vocab_size})"] = self.n_bits
+        of_bits = f"n_bits={self.n_bits} (vocab_size={self.vocab_size})"
+        if self.input in LIFTED:
+            factors[f"code_width={self.n_code}" if self.code_width else of_bits] = self.n_code
         unit = math.lcm(*factors.values())
         if self.n_embd % unit:
             low = self.n_embd // unit * unit
@@ -134,122 +126,6 @@ def positive(text):
         return 0 < float(text) < math.inf
     except ValueError:
         return False
-
-
-# --- The input interfaces, side by side: (B, T) token ids -> (B, T, C) input vectors
-
-def lift(x, config):
-    """Return K numbers an id (..., K) as C: (0..K-1, 0..K-1, ...), the paper's R, C / K identities.
-
-    interleave, (0,0,..,1,1,..), has the same shape and is another model: each head gets whole bits.
-    """
-    n_tile = config.n_embd // config.n_code
-    if config.lift == "tile":
-        return x.repeat(*[1] * (x.dim() - 1), n_tile)
-    return x.repeat_interleave(n_tile, -1)
-
-
-class LearnedTable(nn.Embedding):
-    """The control: a trainable table [V, C], N(0, 0.02), decayed like every matrix."""
-
-    def __init__(self, config):
-        super().__init__(config.vocab_size, config.n_embd)
-
-    def forward(self, idx, dtype, output_matrix):
-        return super().forward(idx).to(dtype)
-
-
-class TiedTable(nn.Module):
-    """The output matrix's own row: no value of its own, drawn and decayed as the output is."""
-
-    def __init__(self, config):
-        super().__init__()
-
-    def forward(self, idx, dtype, output_matrix):
-        return F.embedding(idx, output_matrix).to(dtype)
-
-
-class LowDimTable(nn.Embedding):
-    """Learned coordinates [V, K], N(0, 0.02), through the codes' lift: as few, but free to move."""
-
-    def __init__(self, config):
-        super().__init__(config.vocab_size, config.n_code)
-        self.config = config
-
-    def forward(self, idx, dtype, output_matrix):
-        return lift(super().forward(idx).to(dtype), self.config)
-
-
-class FixedCodes(nn.Module):
-    """Fixed codes, lifted to the model's width: x = scale R c(t) (the paper, "Method": scale 1).
-
-    No trainable value. The codebook is a persistent integer buffer [V, K]: a checkpoint carries its
-    own codes, no change of the model's dtype can merge two of them, and the optimizer never sees
-    them. With an all-zero code, and bits as 0 and 1, x = 0: hence with an empty context hidden
-    states 0, logits 0 and a loss of exactly ln V.
-    """
-
-    def __init__(self, config):
-        super().__init__()
-        self.config = config
-        width = [config.code_width] if config.code_width else []
-        made = FIXED[config.input](config.vocab_size, config.code_seed, config.code_offset, *width)
-        arrays = check_codebook(config.input, made, config.vocab_size, config.n_code)
-        codebook = torch.from_numpy(arrays["codebook"])
-        self.unit = 2.0**-FRACTION_BITS if codebook.dtype == torch.int32 else 1.0
-        self.scale = 1.0
-        if config.code_scale == "matched":
-            learned = INIT_STD**2 * config.n_embd  # the mean squared norm of its rows at the start
-            self.scale = math.sqrt(learned / self.squared_norms(codebook).mean())
-        else:
-            self.scale = float(config.code_scale)
-        for name, array in arrays.items():
-            if not (name == "codebook" and config.table_free):
-                self.register_buffer(name, torch.from_numpy(array))
-
-    def forward(self, idx, dtype, output_matrix):
-        codes = self.compute(idx) if self.config.table_free else self.codebook[idx]  # (B, T, K)
-        return lift(self.values(codes).to(dtype), self.config)
-
-    def values(self, codes):
-        """Return the numbers that integer codes (..., K) stand for, always in float32."""
-        x = codes.float() * self.unit
-        if self.config.code_values == "pm1":
-            x = 2 * x - 1
-        return x * self.scale
-
-    def compute(self, idx):
-        """Return the bits (..., K) of ids (...) by shifts, for gf2 parities, not by a look-up."""
-        places = torch.arange(self.config.n_bits, device=idx.device)
-        if self.config.input == "binary":
-            return (idx[..., None] >> places) & 1
-        masks = (self.matrix.long() << places).sum(1)  # row i of A as an integer
-        x = idx[..., None] & masks  # bit i of A c is the parity of this
-        for shift in (8, 4, 2, 1):  # fold the K <= 16 bits to their XOR
-            x = x ^ (x >> shift)
-        return (x & 1) ^ self.offset.long()
-
-    def squared_norms(self, codes):
-        """Return the squared norms of the input vectors of integer codes [V, K]: float32 [V]."""
-        return self.values(codes).square().sum(1) * (self.config.n_embd // self.config.n_code)
-
-    def report(self):
-        """Return as plain values: codes.code_report for bits, and the squared norms of all ids."""
-        ids = torch.arange(self.config.vocab_size)
-        codes = self.compute(ids) if self.config.table_free else self.codebook
-        squared = self.squared_norms(codes).numpy()
-        counts, edges = np.histogram(squared, bins=40)
-        facts = code_report(codes.numpy().astype(np.uint8)) if self.unit == 1 else {}
-        facts["squared_norms"] = {
-            "mean": float(squared.mean()), "min": float(squared.min()), "max": float(squared.max()),
-            "histogram": {"edges": edges.tolist(), "counts": counts.tolist()}}
-        return facts
-
-
-def build_input(config):
-    """Return the module: ids (B, T), dtype, the output matrix (V, C) -> vectors (B, T, C)."""
-    tables = {"learned": LearnedTable, "tied": TiedTable, "lowdim": LowDimTable}
-    return tables.get(config.input, FixedCodes)(config)
 
 
 # --- The parts of a block
@@ -360,40 +236,70 @@ class Block(nn.Module):
 
 # --- The decoder
 
+class Role(NamedTuple):
+    """What a parameter is to the model: all that is decided by its name and shape."""
+    group: str        # input, body or head
+    std: float        # of the normal distribution that it starts from; None: it stays as made
+    decays: bool      # matrices do, and gains and biases do not
+    multiplies: bool  # a matrix product for each target; rows of a table are looked up
+
+
 class Decoder(nn.Module):
     """The whole model.
 
-    Weights are drawn from seed on the CPU, the input table last, so that every interface starts
-    from the same body and head.
+    Weights are drawn from seed on the CPU, the input's last, so that every interface starts from
+    the same body and head. spellings: the bytes of each id, for the input made of them.
     """
 
-    def __init__(self, config, seed=1):
+    def __init__(self, config, seed=1, spellings=None):
         super().__init__()
         self.config = config
         # block: recompute blocks in the backward pass; selective: only what is cheap in them
         self.checkpoint_activations = "none"
         self.model = nn.ModuleDict(dict(
-            embed_tokens=build_input(config),
+            embed_tokens=build_input(config, spellings),
             layers=nn.ModuleList(Block(config) for _ in range(config.n_layer)),
             norm=RMSNorm(config.n_embd, config.norm_eps)))
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if self.lm_head.weight.device.type != "meta":
+            self.check_input()
             self.init_weights(torch.Generator().manual_seed(seed))
 
-    def init_weights(self, generator):
-        """Draw matrices from N(0, 0.02), o_proj and down_proj from N(0, 0.02 / sqrt(2 n_layer)).
+    def roles(self):
+        """Return {name: Role} of the parameters.
 
-        And the input table, if there is one, from N(0, input_std).
+        Matrices start from N(0, 0.02), o_proj and down_proj from N(0, 0.02 / sqrt(2 n_layer)), for
+        a block adds twice to the residual stream (GPT-2); the input's as the interface says.
         """
-        residual_std = INIT_STD / math.sqrt(2 * self.config.n_layer)  # 2 additions a block (GPT-2)
-        table_last = sorted(self.named_parameters(), key=lambda item: "embed_tokens" in item[0])
-        for name, p in table_last:
-            if p.dim() == 2:  # norm gains stay 1
-                into_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
-                std = residual_std if into_residual else INIT_STD
-                if "embed_tokens" in name:
-                    std = self.config.input_std
-                nn.init.normal_(p, std=std, generator=generator)
+        table, roles = self.model.embed_tokens, {}
+        stds, multiplied = getattr(table, "stds", {}), getattr(table, "multiplied", ())
+        for name, p in self.named_parameters():
+            matrix, own = p.dim() >= 2, name.removeprefix("model.embed_tokens.")
+            if own != name:
+                group, std = "input", stds.get(own, self.config.input_std)
+                multiplies = own in multiplied
+            else:
+                group, std = "head" if "lm_head" in name else "body", INIT_STD
+                multiplies = matrix
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                std = INIT_STD / math.sqrt(2 * self.config.n_layer)
+            roles[name] = Role(group, std if matrix else None, matrix, multiplies)
+        return roles
+
+    def check_input(self):
+        """Raise ValueError unless the input interface gives floats (B, T, C)."""
+        x = self.model.embed_tokens(torch.tensor([[0, 1]]), torch.float32, self.lm_head.weight)
+        expected = [1, 2, self.config.n_embd]
+        if list(x.shape) != expected or x.dtype != torch.float32:
+            raise ValueError(f"input={self.config.input}: of ids [1, 2] it makes {x.dtype} "
+                             f"{list(x.shape)}: expected torch.float32 {expected}")
+
+    def init_weights(self, generator):
+        """Draw what roles names from its normal distribution, the input last."""
+        roles, parameters = self.roles(), dict(self.named_parameters())
+        for name in sorted(roles, key=lambda name: roles[name].group == "input"):
+            if roles[name].std is not None:
+                nn.init.normal_(parameters[name], std=roles[name].std, generator=generator)
 
     def forward(self, idx, targets=None, cache=None, positions=None, mask=None, select=None):
         """Return logits, and the mean loss if there are targets.
@@ -475,14 +381,6 @@ class Decoder(nn.Module):
             if idx.size(1) > T:  # a full window starts again from its last half: positions move
                 idx = new = idx[:, -(T // 2 + 1):]
                 cache = self.new_cache()
-
-    def group_parameters(self):
-        """Return {"input": ..., "body": ..., "head": ...}: parameters [(name, tensor), ...]."""
-        groups = {"input": [], "body": [], "head": []}
-        for name, p in self.named_parameters():
-            place = "head" if "lm_head" in name else "body"
-            groups["input" if "embed_tokens" in name else place].append((name, p))
-        return groups
 
 
 def pick(logits, temperature, top_k, generator):

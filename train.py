@@ -63,9 +63,9 @@ from machinery.runs import (
 from machinery.settings import check_tokenizer, model_config, parse_args, with_micro_batch
 from machinery.shards import open_shards, read_meta
 from machinery.signals import STOPPED, catch_signals, stop_soon
+from machinery.starting import new_model
 from machinery.sweep import run_sweep
 from machinery.tokenizer import load_tokenizer, token_bytes
-from model import Decoder
 
 # Each preset with its result as measured, or "not run". The other flags and their defaults are in
 # machinery/settings.py, and what follows: steps = ceil(max_targets / tokens_per_step) updates, and
@@ -341,8 +341,9 @@ def evaluate(model, inputs, targets, micro_batch, autocast):
 def build_optimizer(model, max_lr):
     """Return AdamW with the paper's two groups: matrices (table and head included) decay, vectors
     do not."""
-    matrices = [p for p in model.parameters() if p.dim() >= 2]
-    vectors = [p for p in model.parameters() if p.dim() < 2]
+    roles = model.roles()
+    matrices = [p for name, p in model.named_parameters() if roles[name].decays]
+    vectors = [p for name, p in model.named_parameters() if not roles[name].decays]
     groups = [dict(params=matrices, weight_decay=WEIGHT_DECAY),
               dict(params=vectors, weight_decay=0.0)]
     return torch.optim.AdamW(groups, lr=max_lr, betas=BETAS, eps=EPS, fused=True)
@@ -436,7 +437,7 @@ def main():
     check_same_everywhere(experiment | {"code": code_fingerprint()})
     log_file, state = in_first(lambda: open_run(args, experiment, say), otherwise=(None, None))
     report = Reporter(args, log_file, flops_per_target / world_size, device, say)
-    model = Decoder(config, args.seed)
+    model = in_all(lambda: new_model(args, config, say))
     model.checkpoint_activations = args.checkpoint_activations
     experiment |= facts_of(model)
     say(f"initial body sha256 {experiment['initial_body_sha256'][:16]}; {device}, {args.dtype}, "

@@ -15,12 +15,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict as full_state
 
+from inputs import FixedCodes
 from machinery.costs import count_parameters
 from machinery.errors import explained, first_line, is_out_of_memory, warn
 from machinery.files import sync
 from machinery.processes import in_first
 from machinery.runs import check_resumable, claim_run, list_checkpoints
-from model import Decoder, FixedCodes, ModelConfig
+from model import Decoder, ModelConfig
 
 SHA256_MARK = b"sha256:"  # and the digest of all before it end a file; torch.load does not mind
 DIGEST_SIZE = len(SHA256_MARK) + 32
@@ -38,8 +39,9 @@ def hash_tensors(named):
 def facts_of(model):
     """Return what config.json records of a fresh model: the sha256 of the body's weights, the same
     for every interface, the numbers of parameters and the code report."""
-    codes = model.model.embed_tokens
-    return {"initial_body_sha256": hash_tensors(model.group_parameters()["body"]),
+    codes, roles = model.model.embed_tokens, model.roles()
+    body = [(name, p) for name, p in model.named_parameters() if roles[name].group == "body"]
+    return {"initial_body_sha256": hash_tensors(body),
             "parameters": count_parameters(model),
             "code_report": codes.report() if isinstance(codes, FixedCodes) else None}
 

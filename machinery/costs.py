@@ -8,26 +8,27 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from inputs import INIT_STD, FixedCodes
 from machinery.machine import DENSE_BF16_FLOPS, peak_memory_gb
 from machinery.runs import read_log
 from machinery.settings import with_micro_batch
-from model import INIT_STD, Decoder, FixedCodes
+from model import Decoder
 
 
 def count_parameters(model):
     """Return the numbers of values of a Decoder by group.
 
-    Keys: input, body, head (trainable), buffers; trainable, stored, decayed (matrices), matmul
-    (matrices used as such: all but a learned table, which is looked up).
+    Keys: input, body, head (trainable), buffers; trainable, stored, decayed, and matmul (matrices
+    used as such: not a table, which is looked up).
     """
-    n = {}
-    for group, members in model.group_parameters().items():
-        n[group] = sum(p.numel() for _, p in members)
-    trainable = sum(n.values())
-    buffers = sum(b.numel() for b in model.buffers())
-    decayed = sum(p.numel() for p in model.parameters() if p.dim() == 2)
-    return n | {"buffers": buffers, "trainable": trainable, "stored": trainable + buffers,
-                "decayed": decayed, "matmul": decayed - n["input"]}
+    n = dict(input=0, body=0, head=0, decayed=0, matmul=0)
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    for name, role in model.roles().items():
+        n[role.group] += sizes[name]
+        n["decayed"] += sizes[name] * role.decays
+        n["matmul"] += sizes[name] * role.multiplies
+    trainable, buffers = sum(sizes.values()), sum(b.numel() for b in model.buffers())
+    return n | {"buffers": buffers, "trainable": trainable, "stored": trainable + buffers}
 
 
 def flops_per_target(model):
@@ -52,7 +53,7 @@ def print_model(config, weight_decay, say):
     if isinstance(model.model.embed_tokens, FixedCodes):
         print_codes(config, model.model.embed_tokens, say)
     elif n["input"]:
-        say(f"  the input table is drawn with standard deviation {config.input_std:g}")
+        say(f"  its input vectors start with a root mean square of {config.input_std:g}")
     say(f"  trainable {n['trainable']:,} = input {n['input']:,} + body {n['body']:,} + head "
         f"{n['head']:,}; fixed buffers {n['buffers']:,}; stored {n['stored']:,}")
     say(f"  AdamW: weight decay {weight_decay} on {n['decayed']:,} (matrices), none on "

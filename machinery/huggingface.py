@@ -11,13 +11,14 @@ import numpy as np
 import torch
 
 from codes import binary_codes, recode
+from inputs import FixedCodes, build_input
 from machinery.candidates import load_finite, run_tokenizer
 from machinery.checkpoints import save_checkpoint
 from machinery.errors import explained
 from machinery.files import sha256, write_whole
 from machinery.runs import run_directory
 from machinery.tokenizer import Utf16, load_tokenizer
-from model import Decoder, FixedCodes, ModelConfig, build_input
+from model import Decoder, ModelConfig
 
 CARD = """# {name}
 
@@ -34,7 +35,8 @@ ABOUT_FIXED = (
 
 # Of ModelConfig: what an input table is made of.
 TABLE_FIELDS = ("input", "code_seed", "code_offset", "code_values", "code_scale", "code_width",
-                "lift")
+                "lift", "input_std", "base", "rank", "inner_width", "hashes", "buckets",
+                "positions")
 
 
 @torch.no_grad()

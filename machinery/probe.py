@@ -11,10 +11,11 @@ import torch
 import torch.nn.functional as F
 
 from codes import binary_codes
+from inputs import BITS
 from machinery.packing import cut_documents
 from machinery.readouts import ask, frequent_classes, lexical_columns, shuffle_ids
 from machinery.shards import open_shards
-from model import BITS, Decoder
+from model import Decoder
 
 WINDOWS_AT_A_TIME = 16
 

@@ -20,7 +20,8 @@ FREE_ON_RESUME = {
     "tensorboard", "trackio", "wandb", "preset", "data", "out", "max_targets", "resume", "dry_run",
     "targets_per_second"}
 # Fields that the earliest runs do not record, and what they were trained with.
-ADDED = {"code_width": 0, "input_std": 0.02}
+ADDED = {"code_width": 0, "input_std": 0.02, "base": 16, "rank": 16, "inner_width": 128,
+         "hashes": 2, "buckets": 1024, "positions": 32}
 NOT_RECORDED = {"steps", "accumulation", "preset_reason", "sweep"}  # follow from the others
 
 

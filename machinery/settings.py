@@ -9,11 +9,12 @@ from pathlib import Path
 import torch
 
 from codes import check_seed, draw_recoding
+from inputs import INPUTS
 from machinery.files import sha256_of
 from machinery.machine import pick_dtype
 from machinery.options import device, place
 from machinery.shards import read_meta
-from model import INPUTS, ModelConfig
+from model import ModelConfig
 
 
 def integer(text):
@@ -63,10 +64,16 @@ FLAGS = {
         lift=(str, ModelConfig.lift, "how K numbers fill the width: tile or interleave"),
         table_free=(bool, ModelConfig.table_free,
                     "binary, gf2: compute the codes from the ids, keep no codebook"),
-        code_width=(int, ModelConfig.code_width, "binary, random, sinusoid, lowdim: numbers an id; "
-                    "0 for ceil(log2 V)"),
+        code_width=(int, ModelConfig.code_width, "binary, random, sinusoid, lowdim, projected, "
+                    "alone: numbers an id; 0 for ceil(log2 V)"),
         input_std=(float, ModelConfig.input_std,
-                   "learned, lowdim: standard deviation of the table at the start")),
+                   "trained inputs: root mean square of their vectors at the start"),
+        base=(int, ModelConfig.base, "digits: the base that ids are written in"),
+        rank=(int, ModelConfig.rank, "factored: width of the narrow table"),
+        inner_width=(int, ModelConfig.inner_width, "alone: width inside its network"),
+        hashes=(int, ModelConfig.hashes, "hashed: rows that an id adds up"),
+        buckets=(int, ModelConfig.buckets, "hashed: rows there are"),
+        positions=(int, ModelConfig.positions, "spelling: bytes of a token that are told apart")),
     "recipe": dict(
         tokens_per_step=(integer, None, "targets of one update"),
         max_targets=(integer, None, "stop at the update that reaches these"),

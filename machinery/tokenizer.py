@@ -22,6 +22,11 @@ MAX_VOCAB_SIZE = 65_536  # ids are stored as uint16
 # The base model's tokenizer (not an instruct one's), pinned: token ids are data.
 SMOLLM2 = "HuggingFaceTB/SmolLM2-1.7B@effd688a12921b4cc83e3312b6feb579f70f9c71"
 UTF16_JSON = b'{"model": {"type": "utf16"}}'
+# GPT-2's byte-level alphabet writes each byte as one character: these as themselves,
+PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]  # and these as U+0100 and up
+BYTES = {chr(byte): byte for byte in PRINTABLE}
+BYTES.update({chr(256 + n): byte for n, byte in enumerate(OTHERS)})
 
 
 class Utf16:
@@ -110,6 +115,19 @@ def token_bytes(tokenizer):
     for i, added in tokenizer.get_added_tokens_decoder().items():
         sizes[i] = 0 if added.special else len(added.content.encode())
     return sizes
+
+
+def token_spellings(tokenizer):
+    """Return the bytes of UTF-8 text that each id stands for, a list of V; a special token's are
+    its name, those of an unused id none, and those of a UTF-16 code unit its own two."""
+    if isinstance(tokenizer, Utf16):
+        return [unit.to_bytes(2, "big") for unit in range(MAX_VOCAB_SIZE)]
+    spellings = [b""] * vocab_size(tokenizer)
+    for token, i in tokenizer.get_vocab(with_added_tokens=False).items():
+        spellings[i] = bytes(BYTES[character] for character in token)
+    for i, added in tokenizer.get_added_tokens_decoder().items():
+        spellings[i] = added.content.encode()
+    return spellings
 
 
 def find_eot(tokenizer):

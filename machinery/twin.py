@@ -10,19 +10,13 @@ import re
 import numpy as np
 import tiktoken
 
-from machinery.tokenizer import MAX_VOCAB_SIZE, Utf16
+from machinery.tokenizer import BYTES, MAX_VOCAB_SIZE, Utf16
 
 try:
     import splintr
     FAST = "splintr"
 except ImportError:  # it is optional: tiktoken gives the same ids in three times the time
     FAST = "tiktoken"
-
-# GPT-2's byte-level alphabet writes each byte as one character: these as themselves,
-PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
-OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]  # and these as U+0100 and up
-BYTES = {chr(byte): byte for byte in PRINTABLE}
-BYTES.update({chr(256 + n): byte for n, byte in enumerate(OTHERS)})
 
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
 DIGITS = {"type": "Digits", "individual_digits": True}

@@ -17,9 +17,10 @@ from training import TINY
 import compare
 import evaluate
 import train
+from inputs import FixedCodes
 from machinery import figures, results, statistics
 from machinery.runs import data_fingerprint
-from model import FixedCodes, ModelConfig
+from model import ModelConfig
 
 ROOT = Path(__file__).parents[1]
 V, K = 3072, 12

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-CORE = ("codes", "model", "prepare", "train", "evaluate")  # in a reader's order
+CORE = ("codes", "inputs", "model", "prepare", "train", "evaluate")  # in a reader's order
 STAGES = ("prepare", "train", "evaluate", "compare")
 ROOMS = sorted(f"machinery.{path.stem}" for path in (ROOT / "machinery").glob("[!_]*.py"))
 TORCH_FREE = ("codes", "prepare", "compare", "machinery.files", "machinery.sources",
@@ -17,7 +17,7 @@ TORCH_FREE = ("codes", "prepare", "compare", "machinery.files", "machinery.sourc
               "machinery.downloads", "machinery.checks", "machinery.progress", "machinery.joining",
               "machinery.errors", "machinery.signals", "machinery.tables", "machinery.results",
               "machinery.arguments")
-CORE_LINES, LONGEST_FILE, LONGEST_ROOM, LONGEST_FUNCTION, LONGEST_MAIN = 2100, 500, 330, 60, 80
+CORE_LINES, LONGEST_FILE, LONGEST_ROOM, LONGEST_FUNCTION, LONGEST_MAIN = 2350, 500, 330, 60, 80
 
 
 def path_of(module):
@@ -32,18 +32,17 @@ def imports(module):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return found & {"codes", "kernels", "model", *STAGES, *ROOMS}
+    return found & {"codes", "kernels", "inputs", "model", *STAGES, *ROOMS}
 
 
 def level(module):
     """Return the floor a module is on; it may import from lower floors, and rooms from rooms."""
-    if module in ("codes", "kernels"):
-        return 0
-    return 1 if module == "model" else 2 if module in ROOMS else 3
+    floors = {"codes": 0, "kernels": 0, "inputs": 1, "model": 2}
+    return floors.get(module, 3 if module in ROOMS else 4)
 
 
 def all_modules():
-    return ["codes", "kernels", "model", *ROOMS, *STAGES]
+    return ["codes", "kernels", "inputs", "model", *ROOMS, *STAGES]
 
 
 @pytest.mark.parametrize("module", all_modules())

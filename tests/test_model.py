@@ -10,15 +10,14 @@ import torch
 import torch.nn.functional as F
 
 from codes import FIXED, binary_codes, draw_recoding, recode
+from inputs import INPUTS, FixedCodes
 from kernels import LinearCrossEntropy, attend
 from machinery.checkpoints import load_model, read_checkpoint
 from machinery.costs import count_parameters, flops_per_target, print_model
 from machinery.huggingface import describe_table, make_input
 from machinery.runs import list_checkpoints
 from model import (
-    INPUTS,
     Decoder,
-    FixedCodes,
     ModelConfig,
     RMSNorm,
     apply_rope,
@@ -321,7 +320,7 @@ def test_code_width_of_ceil_log2_v_is_the_codes_themselves():
 
 
 @pytest.mark.parametrize("fields, said", [
-    (dict(input="learned", input_std=0.5), "the input table is drawn with standard deviation 0.5"),
+    (dict(input="learned", input_std=0.5), "start with a root mean square of 0.5"),
     (dict(input="binary", code_width=14), "each id is 14 fixed numbers, tiled 2 times")])
 def test_an_estimate_says_what_the_input_is(fields, said):
     lines = []
@@ -567,7 +566,7 @@ def test_sampling_stops_at_an_id_and_refuses_nonsense():
 # --- configuration
 
 @pytest.mark.parametrize("change, message", [
-    (dict(input="onehot"), "expected one of learned, tied, lowdim, binary, gf2, random, sinusoid"),
+    (dict(input="onehot"), "expected one of learned, tied, lowdim, projected, alone"),
     (dict(vocab_size=70_000), "65,536"),
     (dict(n_layer=0), "n_layer=0"),
     (dict(n_embd=30), "n_bits=7 .*; 28 or 56 would do"),

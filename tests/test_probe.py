@@ -12,6 +12,7 @@ import torch
 
 import evaluate
 from codes import binary_codes
+from inputs import INPUTS
 from machinery.probe import full_windows, probe, window_losses
 from machinery.readouts import (
     PROPERTIES,
@@ -23,7 +24,7 @@ from machinery.readouts import (
     read_values,
 )
 from machinery.tokenizer import load_tokenizer
-from model import INPUTS, Decoder, ModelConfig
+from model import Decoder, ModelConfig
 
 SIZES = dict(vocab_size=300, block_size=32, n_layer=2, n_head=2, n_embd=36, n_ffn=48)
 

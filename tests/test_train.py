@@ -40,6 +40,7 @@ from training import (
 import model as model_file
 import train
 from codes import FIXED
+from inputs import INPUTS
 from machinery import machine, reports, settings
 from machinery.arguments import parse_prepare_args
 from machinery.checkpoints import load_model, read_checkpoint
@@ -47,7 +48,7 @@ from machinery.costs import count_parameters
 from machinery.runs import list_checkpoints
 from machinery.shards import open_shards
 from machinery.tokenizer import SMOLLM2
-from model import INPUTS, Decoder, ModelConfig
+from model import Decoder, ModelConfig
 from train import WindowSampler, learning_rate, rank_rows, uniforms
 
 
