@@ -44,9 +44,10 @@ from machinery.files import sha256
 from machinery.huggingface import export_checkpoint, import_folder
 from machinery.options import parse_evaluate_args
 from machinery.packing import cut_documents
+from machinery.processes import check_same_everywhere, refuse_under_torchrun
 from machinery.references import open_reference
 from machinery.runs import data_fingerprint
-from machinery.scorer import MAX_LENGTH, Scorer, agree, join_processes, leave_processes
+from machinery.scorer import MAX_LENGTH, Scorer, join_processes, leave_processes
 from machinery.shards import open_shards, read_meta
 from machinery.tokenizer import load_tokenizer, token_bytes
 from machinery.tokenizer import vocab_size as tokenizer_size
@@ -185,7 +186,7 @@ def heldout_result(name, scorer, args):
     facts = scorer.candidate.facts
     prepared = find_data(name, args.data or facts.get("data"), facts["vocabulary_sha256"])
     facts["heldout_sha256"] = data_fingerprint(read_meta(prepared))
-    agree({"the data": facts["heldout_sha256"]})
+    check_same_everywhere({"data_sha256": facts["heldout_sha256"]})
     return {"checkpoint": str(name), "step": facts["step"], "data": str(prepared),
             "data_sha256": facts["heldout_sha256"], "dtype": args.dtype,
             "max_length": scorer.max_length, "weights_sha256": facts["weights_sha256"],
@@ -205,8 +206,8 @@ def print_heldout(result):
 
 def score_one(name, candidate, out, args):
     """Score a candidate on held-out documents or on benchmarks; write the scores file, print it."""
-    agree({"the weights": candidate.facts["weights_sha256"],
-           "the tokenizer": candidate.facts["tokenizer_sha256"]})
+    check_same_everywhere({name: candidate.facts[name]
+                           for name in ("weights_sha256", "tokenizer_sha256")})
     scorer = open_scorer(candidate, out, args)
     if args.suite or args.tasks:
         # Imported here: with the harness the import takes seconds, which nothing else needs.
@@ -295,6 +296,8 @@ COMMANDS = {"score": command_score, "sample": command_sample, "probe": command_p
 
 def main():
     args = parse_evaluate_args(SUITES, __doc__)
+    if args.command != "score":
+        refuse_under_torchrun(args.command, "is the work of one process: leave torchrun out")
     COMMANDS[args.command](args)
 
 

@@ -15,7 +15,8 @@ the number of processes to the machine.
 SIGTERM, SIGINT, SIGUSR1 and SIGHUP end a run after the current update, with a checkpoint and exit
 code 75: --resume continues it. Under torchrun give the save time (--shutdown_timeout=600) and pass
 them on (--signals_to_handle=SIGTERM,SIGINT,SIGUSR1,SIGHUP).
-Exit codes: 0 done, 1 wrong data or a failure, 2 a wrong flag, 75 stopped by a signal.
+Exit codes: 0 done, 1 wrong data or a failure, 2 a wrong flag, 69 another process is at the run, 75
+stopped by a signal.
 
 Reads data/NAME (made by prepare.py, which runs first). Writes out/PRESET-INPUT-sSEED: config.json,
 log.jsonl, tokenizer.json and step-*.pt. Units: losses in nats per target; a target is one predicted
@@ -456,7 +457,7 @@ def main():
     autocast = autocast_of(args.dtype, device)
     bad = torch.zeros(3, device=device)
     windows_per_step = args.tokens_per_step // args.block_size
-    with catch_signals(stop_soon()) as signals:
+    with catch_signals(stop_soon()) as signals, report:
         report.start()
         while True:
             if validation and (step % args.eval_every == 0 or step >= args.steps):

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from machinery.errors import explained
+from machinery.errors import CACHE_PLACE, explained
 from machinery.files import sha256
 from machinery.harness import HarnessLM
 
@@ -56,6 +56,8 @@ def set_shots(name, task, num_fewshot):
         task.set_config("num_fewshot", 0)
     else:
         n = len(list(task.fewshot_docs()))
+        if task.fewshot_cfg.split == task.config.test_split:
+            n -= 1  # a document is no example for itself
         if n < shots:
             raise ValueError(f"{name}: {shots} examples are asked for, but it has {n}; "
                              f"give --num_fewshot={n}")
@@ -81,7 +83,7 @@ def load_tasks(names, num_fewshot=None, data_dir=None, include_path=None):
     for name in names:
         with explained(f"{name}: its data set cannot be loaded",
                        "give --data_dir=DIR with a copy of it in DIR/ORG/NAME", FileNotFoundError,
-                       place="set HF_HOME=DIR to a place that you can write to"):
+                       place=CACHE_PLACE):
             with contextlib.chdir(data_dir or "."):
                 found = manager.load([name])
         for kind, members in found.items():

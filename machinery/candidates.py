@@ -8,7 +8,7 @@ from typing import Callable
 
 import torch
 
-from machinery.checkpoints import load_model
+from machinery.checkpoints import check_is_ours, load_model
 from machinery.files import sha256
 from machinery.runs import run_directory
 from machinery.tokenizer import UTF16_JSON, Utf16, load_tokenizer
@@ -43,6 +43,7 @@ class Candidate:
 def load_finite(path, device="cpu"):
     """Return load_model(path, device). Raises ValueError for weights that are not all finite."""
     model, state = load_model(path, device)
+    check_is_ours(path, state, ("data", "eot_id"))
     for name, weight in model.named_parameters():
         if not torch.isfinite(weight).all():
             raise ValueError(f"{path}: {name} holds values that are not finite; use an earlier "

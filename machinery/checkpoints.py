@@ -8,6 +8,7 @@ import errno
 import hashlib
 import os
 import pickle
+import warnings
 from pathlib import Path
 
 import torch
@@ -16,7 +17,7 @@ from torch.distributed.checkpoint import state_dict as full_state
 
 from inputs import FixedCodes
 from machinery.costs import count_parameters
-from machinery.errors import first_line, is_out_of_memory, warn
+from machinery.errors import explained, first_line, is_out_of_memory, warn
 from machinery.files import sync
 from machinery.processes import in_first
 from machinery.runs import check_resumable, claim_run, list_checkpoints
@@ -57,7 +58,8 @@ def read_checkpoint(path):
     if whole is False:
         raise ValueError(damaged(path, "its sha256 differs"))
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings(action="ignore"):  # of what else the file may be
+            return torch.load(path, map_location="cpu", weights_only=True)
     except MemoryError:
         raise OSError(f"{path}: cannot be read: not enough memory") from None
     except OSError as error:
@@ -67,11 +69,23 @@ def read_checkpoint(path):
     except (RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError) as error:
         if whole or is_out_of_memory(error):
             raise OSError(f"{path}: cannot be read: {first_line(error)}") from None
-        raise ValueError(damaged(path, first_line(error))) from None
+        why = first_line(error)
+        if "weights_only" in str(error):  # it goes on with how to run the code in a file
+            why = "it holds more than tensors and plain values"
+        raise ValueError(damaged(path, why)) from None
 
 
 def damaged(path, why):
-    return f"{path}: damaged checkpoint ({why}); use an older one of the same run"
+    return f"{path}: damaged checkpoint, or none of train.py's ({why}); use another of the run"
+
+
+def check_is_ours(path, state, keys):
+    """Raise ValueError unless what a file holds is a checkpoint with these keys."""
+    there = state if isinstance(state, dict) else {}
+    missing = [key for key in keys if key not in there]
+    if missing:
+        raise ValueError(f"{path}: not a checkpoint of a training run (it has no "
+                         f"{', '.join(missing)}); expected a step-*.pt that train.py wrote")
 
 
 def has_its_digest(path):
@@ -96,8 +110,8 @@ def load_model(path, device="cpu"):
     directory's newest one.
 
     The stored codebook, A and b replace those of the seed. Raises FileNotFoundError where there is
-    no checkpoint, ValueError where the weights do not fit the configuration, naming the missing and
-    unexpected keys.
+    no checkpoint, ValueError for a file of something else, and where the weights do not fit the
+    configuration, naming the missing and unexpected keys.
     """
     if Path(path).is_dir():
         files = list_checkpoints(path)
@@ -106,10 +120,12 @@ def load_model(path, device="cpu"):
                                     f"one with train.py --out={path}")
         path = files[0]
     state = read_checkpoint(path)
-    model = Decoder(ModelConfig(**state["model_config"]))
+    check_is_ours(path, state, ("step", "model", "model_config"))
+    with explained(str(path), "expected a checkpoint of train.py"):
+        model = Decoder(ModelConfig(**state["model_config"]))
     try:
         model.load_state_dict(state.pop("model"))
-    except RuntimeError as error:
+    except (RuntimeError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: {error}") from None
     return model.to(device).eval(), state
 
@@ -129,9 +145,7 @@ def open_run(args, experiment, say):
                              "starts a new one")
         return log, None
     state = read_newest(files, say)
-    if state:
-        if "optimizer" not in state:
-            raise ValueError(f"{files[0]}: not a checkpoint of a training run; give another --out")
+    if state is not None:
         check_resumable(state["config"], experiment)
         if state["step"] > args.steps:
             done = state["step"] * args.tokens_per_step
@@ -148,13 +162,16 @@ def open_run(args, experiment, say):
 def read_newest(files, say):
     """Return the first checkpoint that is whole, None if there are no files.
 
-    Raises ValueError if all are damaged.
+    Raises ValueError if all are damaged, or that one is not of a training run.
     """
     for path in files:
         try:
-            return read_checkpoint(path)
+            state = read_checkpoint(path)
         except ValueError as error:
             say(f"skipped: {error}")
+            continue
+        check_is_ours(path, state, ("step", "model", "optimizer", "config"))
+        return state
     if files:
         raise ValueError(f"{files[0].parent}: none of its {len(files)} checkpoints is whole; "
                          "give another --out to start anew")

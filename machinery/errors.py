@@ -5,22 +5,35 @@ import errno
 import os
 import sys
 
+CACHE_PLACE = "set HF_HOME=DIR to a place that you can write to"  # of the hub's cache
+INSTALL = "run pip install -r requirements.txt"
 AGAIN = "nothing is lost; run the same command again"
 ADVICE = {  # for failures of the machine, not of what is read
     errno.ENOSPC: "the disk is full; make room and run the same command again",
     errno.EDQUOT: "the disk quota is used up; make room and run the same command again",
     errno.EACCES: "ask for the permission, or name another place",
     errno.EPERM: "ask for the permission, or name another place",
+    errno.ENOTDIR: "name another place",
     errno.EROFS: "name a place that can be written",
     errno.EIO: f"the disk or the network failed; {AGAIN}",
     errno.ESTALE: f"the network file system failed; {AGAIN}",
     errno.ETIMEDOUT: f"the network file system failed; {AGAIN}",
     errno.ENOMEM: f"not enough memory; {AGAIN} with less at work",
+    errno.EAGAIN: f"no more processes or memory may be had now; {AGAIN} with less at work",
     errno.EMFILE: "raise the limit on open files (ulimit -n)",
     errno.ENAMETOOLONG: "choose a shorter name",
 }
-# Memory that does not suffice, in the words of CUDA and MPS, of Linux, and of Windows and macOS.
-OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
+# Memory that does not suffice, in the words of CUDA and MPS, of Linux, of Windows and macOS; and
+# room for a thread, in Python's.
+OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory",
+                 "can't start new thread")
+# What torch's own exceptions of a lost process say, for which it has no kind.
+LOST_PROCESS = ("Connection closed by peer", "Connection reset by peer", "Timed out waiting",
+                "Connection refused", "failed to connect")
+
+
+class ElsewhereError(Exception):
+    """Another process has failed, and says why."""
 
 
 def first_line(error):
@@ -38,6 +51,12 @@ def is_refusal(error):
 
 def is_out_of_memory(error):
     return isinstance(error, MemoryError) or any(words in str(error) for words in OUT_OF_MEMORY)
+
+
+def is_lost_process(error):
+    """Return whether an exception of torch's says that another process is gone or stuck."""
+    return (type(error).__name__.startswith("Dist")  # DistBackendError and its like
+            or any(words in str(error) for words in LOST_PROCESS))
 
 
 def explain(error):
@@ -74,6 +93,8 @@ def explained(what, advice, kind=ValueError, place=""):
         yield
     except Exception as error:  # libraries have kinds of their own, and raise bare ones
         cause = machine_failure(error)
+        if cause is None and is_out_of_memory(error):
+            raise  # what was built of it is too large here
         if cause is not None:
             told = f"{what}: {explain(cause)}"
             raise OSError(f"{told}; {place}" if place else told) from error
@@ -125,10 +146,14 @@ def one_line(program, less_memory):
         print(f"{program}: interrupted; run the same command again to go on", file=sys.stderr)
         sys.exit(130)  # as a shell says it: 128 + SIGINT
     except ImportError as error:
-        sys.exit(f"{program}: {first_line(error)}; run pip install -r requirements.txt")
+        sys.exit(f"{program}: {first_line(error)}; {INSTALL}")
+    except ElsewhereError:
+        sys.exit(1)
     except (ValueError, OSError) as error:
         sys.exit(f"{program}: {explain(error)}")
     except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
+        if is_out_of_memory(error):
+            sys.exit(f"{program}: not enough memory ({first_line(error)}); {less_memory}")
+        if not is_lost_process(error):
             raise
-        sys.exit(f"{program}: not enough memory ({first_line(error)}); {less_memory}")
+        sys.exit(f"{program}: another process is lost or stuck ({first_line(error)}); {AGAIN}")

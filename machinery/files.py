@@ -11,6 +11,11 @@ from pathlib import Path
 from machinery.errors import first_line
 
 NO_PLACE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)  # to write in
+HELD = 69  # train.py's exit code where another is at the run (EX_UNAVAILABLE of sysexits.h)
+
+
+class HeldError(ValueError):
+    """Another process is at work in a folder."""
 
 
 def sha256(data):
@@ -58,18 +63,18 @@ def sync(file):
 def only_process_in(folder, stage):
     """Keep other processes of a stage out of a folder; a context manager.
 
-    Raises ValueError if one is at work there. Where the file system knows no locks it says so and
+    Raises HeldError if one is at work there. Where the file system knows no locks it says so and
     goes on.
     """
-    import filelock  # here, so that reading shards needs it not
+    with warnings.catch_warnings(action="ignore"):  # of a file as a lock, where there is no other
+        import filelock  # here, so that reading shards needs it not
     lock = filelock.FileLock(Path(folder) / ".lock", timeout=0)
     try:
-        with warnings.catch_warnings():  # of a file as a lock, where there is no other
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             lock.acquire()
     except filelock.Timeout:
-        raise ValueError(f"{folder}: another {stage} is at work here; choose another --out, or "
-                         "wait") from None
+        raise HeldError(f"{folder}: another {stage} is at work here; choose another --out, or "
+                        "wait") from None
     except (OSError, NotImplementedError) as error:
         if getattr(error, "errno", None) in NO_PLACE:
             raise

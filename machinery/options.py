@@ -9,7 +9,7 @@ import torch
 
 from machinery.scorer import MAX_LENGTH
 
-MOST_SEED = 2**63 - 1  # of torch.Generator, with room to count up from it
+MOST_SEED = 2**63 - 1
 
 
 def whole_number(least, text):
@@ -28,6 +28,7 @@ natural = functools.partial(whole_number, 0)
 
 
 def seed(text):
+    """Return text as a seed that torch.Generator takes, with room to count up from it."""
     value = natural(text)
     if value > MOST_SEED:
         raise argparse.ArgumentTypeError(f"{text}; expected 0 to {MOST_SEED}")
@@ -35,7 +36,7 @@ def seed(text):
 
 
 def temperature(text):
-    """Parse a finite number of 0 or more."""
+    """Return text as a finite number of 0 or more."""
     try:
         value = float(text)
     except ValueError:
@@ -46,12 +47,14 @@ def temperature(text):
 
 
 def prompt(text):
+    """Return a text to continue, which may not be empty."""
     if not text:
         raise argparse.ArgumentTypeError("--prompt is empty; give it a text to continue")
     return text
 
 
 def task_list(text):
+    """Return names of tasks, separated by commas, without the spaces around them."""
     names = [name.strip() for name in text.split(",")]
     if not all(names):
         raise argparse.ArgumentTypeError(f"{text}; expected names, separated by commas")
@@ -59,7 +62,7 @@ def task_list(text):
 
 
 def place(text):
-    """Return a path; a shell leaves the ~ of --flag=~/x to the program."""
+    """Return a path; a shell leaves the ~ of --out=~/x to the program."""
     return os.path.expanduser(text)
 
 
@@ -80,6 +83,7 @@ def device(text):
 
 
 def add_score_options(parser, suites):
+    """Add what is scored, on which examples, and how: the options of score."""
     parser.add_argument("checkpoints", metavar="CHECKPOINT", nargs="*", type=place)
     parser.add_argument("--hf", action="append", default=[], metavar="NAME", type=place,
                         help="Hugging Face model, a hub name or folder")
@@ -107,7 +111,7 @@ def add_score_options(parser, suites):
 
 
 def check_score_options(parser, args):
-    """End in one line where the options of score do not go together."""
+    """End in one line, with exit code 2, where the options of score do not go together."""
     benchmarks = args.suite or args.tasks
     benchmarks_only = (args.limit, args.num_fewshot, args.data_dir, args.include_path)
     if not args.checkpoints and not args.hf:
@@ -125,6 +129,7 @@ def check_score_options(parser, args):
 
 
 def add_sample_options(parser):
+    """Add the prompts and how a next token is drawn: the options of sample."""
     parser.add_argument("checkpoint", metavar="CHECKPOINT", type=place)
     parser.add_argument("--prompt", nargs="+", default=["def main():\n"], type=prompt,
                         help="texts to continue")
@@ -141,6 +146,7 @@ def add_sample_options(parser):
 
 
 def add_probe_options(parser):
+    """Add the data and how much of them is looked at: the options of probe."""
     parser.add_argument("checkpoint", metavar="CHECKPOINT", type=place)
     parser.add_argument("--data", type=place, help="prepared data directory (default: the one the "
                         "run was trained on)")
@@ -149,7 +155,10 @@ def add_probe_options(parser):
 
 
 def parse_evaluate_args(suites, description):
-    """Return the command line's settings; .command is the command's name."""
+    """Return the command line's settings; .command is the command's name.
+
+    A wrong flag ends the process with one line and exit code 2. Args: suites, the names of --suite.
+    """
     parser = argparse.ArgumentParser(
         description=description, usage=argparse.SUPPRESS, allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter)

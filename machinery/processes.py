@@ -10,24 +10,22 @@ import torch
 import torch.distributed as dist
 
 from machinery.errors import (
+    INSTALL,
+    ElsewhereError,
     explain,
     first_line,
+    is_lost_process,
     is_out_of_memory,
     replace_in_console,
     say_at_once,
     warn,
 )
+from machinery.files import HELD, HeldError
 from machinery.machine import tune_allocator
 
 WORKING, DONE, FAILED = 0, 1, 2
+SWEEPS = "starts processes itself: leave torchrun out, or start each run under torchrun"
 MAY_DIFFER = {"data", "out", "timeout"}  # from process to process: places and patience
-# What torch's own exceptions of a lost process say, for which it has no kind.
-LOST_PROCESS = ("Connection closed by peer", "Connection reset by peer", "Timed out waiting",
-                "Connection refused", "failed to connect")
-
-
-class ElsewhereError(Exception):
-    """Another process has failed, and says why."""
 
 
 def launched_processes():
@@ -151,27 +149,27 @@ def check_same_everywhere(facts):
     in_all(refuse)
 
 
-def refuse_under_torchrun(flag):
+def refuse_under_torchrun(what, why=SWEEPS):
     """Stop if there are processes of torchrun: each would do the work of all."""
     if dist.is_torchelastic_launched():
         if process_number():
             raise ElsewhereError
-        raise ValueError(f"{flag} starts processes itself: leave torchrun out, or start each run "
-                         "under torchrun")
+        raise ValueError(f"{what} {why}")
 
 
 def reason(error):
     """Return an exception as one line, if it can be foreseen; None for a mistake of ours."""
-    text = str(error)
     if isinstance(error, RuntimeError) and is_out_of_memory(error):
         return (f"not enough memory ({first_line(error)}); a smaller --micro_batch, "
                 "--checkpoint_activations=block or --parallel=fsdp needs less")
-    if isinstance(error, dist.DistError) or any(words in text for words in LOST_PROCESS):
+    if is_lost_process(error):
         return (f"another process is lost or stuck ({first_line(error)}); --resume continues from "
                 "the last checkpoint")
     if type(error).__module__.startswith(("torch._inductor", "torch._dynamo")):
         return (f"--compile does not work here ({first_line(error)}); leave it out, or install a "
                 "C++ compiler")
+    if isinstance(error, ImportError):
+        return f"{first_line(error)}; {INSTALL}"
     if isinstance(error, (ValueError, OSError, MemoryError)):
         return explain(error)
     return None
@@ -186,6 +184,9 @@ def exit_with(main):
         code = main()
     except ElsewhereError:
         pass
+    except HeldError as error:
+        code = HELD
+        warn(f"train.py: {error}")
     except FloatingPointError as error:  # the same in all processes
         if process_number() == 0:
             warn(f"train.py: {error}")

@@ -3,17 +3,18 @@ as our own are. For evaluate.py score --hf."""
 
 import inspect
 import json
-import os
 import sys
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from machinery.candidates import Candidate, vocabulary_sha256
 from machinery.checkpoints import hash_tensors
-from machinery.errors import explained
+from machinery.errors import CACHE_PLACE, explained
 from machinery.files import sha256
 from machinery.packing import Group, make_groups
+from machinery.processes import process_number
 from machinery.scorer import MAX_LENGTH, Scorer
 
 # What architectures call the most positions they take; Mamba and Bloom have no such limit.
@@ -36,7 +37,8 @@ def open_reference(name, device, dtype, trust_remote_code=False):
         raise ValueError(f"--hf={name} needs the transformers package; "
                          "pip install transformers safetensors") from None
     with explained(f"--hf={name}", "expected a causal language model of the hub or in a folder; "
-                   "one that brings its own code needs --trust_remote_code"):
+                   "one that brings its own code needs --trust_remote_code",
+                   place="" if Path(name).exists() else CACHE_PLACE):
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
         model = AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, dtype),
                                                      trust_remote_code=trust_remote_code)
@@ -67,7 +69,7 @@ def open_reference(name, device, dtype, trust_remote_code=False):
     if not candidate.shares:
         notes.append(WHOLE)
     candidate.note = "; ".join(notes)
-    if notes and os.environ.get("RANK", "0") == "0":
+    if notes and process_number() == 0:
         print(f"--hf={name}: {candidate.note}", file=sys.stderr)
     return candidate
 

@@ -1,14 +1,15 @@
-"""What train.py tells while it runs: console, log.jsonl, TensorBoard, profiler; rate and ETA."""
+"""What train.py tells while it runs: console, log.jsonl, trackers, profiler; rate and ETA."""
 
+import importlib
 import math
 import time
 from pathlib import Path
 
 import torch
 
-from machinery.errors import warn
+from machinery.errors import explained, first_line, warn
 from machinery.machine import peak_flops, peak_memory_gb
-from machinery.runs import FREE_ON_RESUME, write_row
+from machinery.runs import FREE_ON_RESUME, experiment_of, write_row
 
 
 def expectation(args, presets, milestones):
@@ -33,13 +34,22 @@ class Reporter:
         log: the run's open log.jsonl in the first process; None in the others, which write nothing.
         flops: of one target, divided by the number of devices.
         say: print, or in the other processes what is silent.
-    Raises ValueError for --tensorboard without the package.
+    Raises ValueError for a tracker that cannot be started.
     """
 
     def __init__(self, args, log, flops, device, say):
         self.args, self.log, self.flops, self.device, self.say = args, log, flops, device, say
-        self.tensorboard = open_tensorboard(args.out) if args.tensorboard and log else None
+        asked = [flag for flag in TRACKERS if getattr(args, flag)] if log else []
+        self.trackers = {flag: open_tracker(flag, args) for flag in asked}
         self.profiler = None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        """End the trackers, which may have rows to write or to send yet."""
+        for flag, (_, finish) in self.trackers.items():
+            self.attempt(flag, finish)
 
     def start(self):
         """Say that the first update comes next."""
@@ -89,20 +99,63 @@ class Reporter:
             write_row(self.log, row)
         except OSError as error:  # a full disk costs the row, not the run
             warn(f"step {row['step']}: log row not written: {error}")
-        if self.tensorboard:
-            for key, value in row.items():
-                self.tensorboard.add_scalar(key, value, row["step"])
-            self.tensorboard.flush()
+        known = {key: value for key, value in row.items() if value is not None}
+        for flag, (tell, _) in self.trackers.items():
+            self.attempt(flag, tell, known)
+
+    def attempt(self, flag, call, *values):
+        """Call a tracker; where that fails, it costs what was to be told, not the run."""
+        try:
+            call(*values)
+        except Exception as error:  # each package has kinds of its own
+            warn(f"--{flag}: not told: {first_line(error)}")
 
 
-def open_tensorboard(out):
-    """Return a SummaryWriter. Raises ValueError if the package is not installed."""
+def open_tensorboard(module, args):
+    """Return (what takes a row, what ends it): event files in the run's directory."""
+    writer = module.SummaryWriter(args.out)
+
+    def tell(row):
+        for key, value in row.items():
+            writer.add_scalar(key, value, row["step"])
+        writer.flush()
+
+    return tell, writer.close
+
+
+def open_project(module, args):
+    """Return (what takes a row, what ends it) of trackio, or of wandb, whose interface it has.
+
+    A launch is a run there, and the launches of one run directory are a group: so an interrupted
+    run goes on, and another in its place is not mixed with it.
+    """
+    name = Path(args.out).name
+    run = module.init(project="nanobit", name=name, group=name, config=experiment_of(args))
+
+    def tell(row):
+        run.log(row, step=row["step"])
+
+    return tell, module.finish
+
+
+TRACKERS = {  # flag, the package's name too: (module, advice, what opens it)
+    "tensorboard": ("torch.utils.tensorboard", "see that it can write to --out", open_tensorboard),
+    "trackio": ("trackio", "see that it can write to TRACKIO_DIR", open_project),
+    "wandb": ("wandb", "run wandb login first, or set WANDB_MODE=offline", open_project)}
+
+
+def open_tracker(flag, args):
+    """Return (what takes a row, what ends it) of the tracker that a flag names.
+
+    Raises ValueError where its package is not installed, or does not start.
+    """
+    module, advice, open_it = TRACKERS[flag]
     try:
-        from torch.utils.tensorboard import SummaryWriter
+        module = importlib.import_module(module)
     except ImportError:
-        raise ValueError("--tensorboard: the package is not installed; pip install tensorboard"
-                         ) from None
-    return SummaryWriter(out)
+        raise ValueError(f"--{flag}: the package is not installed; pip install {flag}") from None
+    with explained(f"--{flag}", advice):
+        return open_it(module, args)
 
 
 def start_profiler(out):

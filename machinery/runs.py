@@ -17,7 +17,7 @@ from machinery.files import only_process_in, sha256_of, write_whole
 FREE_ON_RESUME = {
     "device", "micro_batch", "parallel", "checkpoint_activations", "compile", "timeout",
     "log_every", "eval_every", "eval_windows", "save_every", "keep", "keep_every", "profile",
-    "tensorboard", "preset", "data", "out", "max_targets", "resume", "dry_run",
+    "tensorboard", "trackio", "wandb", "preset", "data", "out", "max_targets", "resume", "dry_run",
     "targets_per_second"}
 # Fields that the earliest runs do not record, and what they were trained with.
 ADDED = {"code_width": 0, "input_std": 0.02, "base": 16, "rank": 16, "inner_width": 128,
@@ -67,7 +67,7 @@ def claim_run(out):
     """Return out/log.jsonl, open for appending. No other run writes to the directory while this
     file object lives.
 
-    Raises ValueError if another process is at it.
+    Raises HeldError if another process is at it.
     """
     Path(out).mkdir(parents=True, exist_ok=True)
     claim = only_process_in(out, "run")

@@ -23,6 +23,8 @@ from tqdm import tqdm
 
 from machinery.errors import is_out_of_memory
 from machinery.packing import count_tokens, cut_request, lay_out, make_groups, plan_batches
+from machinery.processes import check_same_everywhere, launched_processes
+from machinery.runs import code_fingerprint
 
 MAX_LENGTH = 2048   # the paper's, for every model: a longer context would give a reference longer
 #                     prompts and windows
@@ -30,28 +32,15 @@ FINISHED = re.compile(r"([0-9a-f]{32}) (-?\d+\.?\d*(?:e[-+]\d+)?) ([01])")  # a 
 SOFTMAX_ROWS = 128  # logits in float32 at a time, which stay in a CPU's cache
 
 
-def agree(facts):
-    """Raise ValueError, with the values, unless all processes have the same facts {name: value}."""
-    if not dist.is_initialized():
-        return
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, facts)
-    for name, value in everyone[0].items():
-        values = [theirs[name] for theirs in everyone]
-        if values != [value] * len(values):
-            raise ValueError(f"the processes differ in {name}: "
-                             + ", ".join(map(str, values)) + "; give all of them the same")
-
-
 def join_processes(args):
     """Return args, under torchrun in a group of processes with the same, each on a GPU of its own.
 
-    Raises ValueError where they are not the same.
+    Raises ValueError where they, or the code, are not the same.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if launched_processes() == 1:
         return args
     dist.init_process_group("gloo")  # only finished scores are exchanged
-    agree(vars(args))
+    check_same_everywhere(vars(args) | {"code": code_fingerprint()})
     args = copy.copy(args)
     if args.device == "cuda":
         args.device = f"cuda:{os.environ['LOCAL_RANK']}"

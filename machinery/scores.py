@@ -4,6 +4,7 @@ evaluate.py score and probe."""
 import hashlib
 import json
 import math
+import re
 import tempfile
 from pathlib import Path
 
@@ -39,7 +40,8 @@ def scores_directory(name, out, is_reference):
 
 def scores_name(args, facts, usual_length):
     """Return a scores file's name: what was scored, the examples, the limit, the checkpoint's step;
-    and of what is not as it would be by itself, the dtype, the length and the data."""
+    and of what is not as it would be by itself, the dtype, the length and the data. Whatever the
+    user's words, it is a name on every file system."""
     marks = [args.dtype] if args.dtype != "float32" else []
     if args.max_length not in (None, usual_length):
         marks.append(f"T{args.max_length}")
@@ -49,7 +51,7 @@ def scores_name(args, facts, usual_length):
         if own is not None and own != used:
             marks.append(f"data{used[:8]}")
         return "-".join(["heldout", *step, *marks]) + ".json"
-    label = args.suite or args.tasks.replace(",", "+")
+    label = args.suite or re.sub(r"[^\w.=+-]", "_", args.tasks.replace(",", "+"))
     if len(label) > LONGEST_LABEL:
         label = f"{args.tasks.count(',') + 1}tasks-{digest(args.tasks)}"
     if args.limit:

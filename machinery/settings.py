@@ -104,7 +104,9 @@ FLAGS = {
         profile=(bool, False, "write trace.json, the third to fifth update of this launch, for "
                  "chrome://tracing"),
         tensorboard=(bool, False,
-                     "write TensorBoard's event files too (needs the package tensorboard)")),
+                     "write TensorBoard's event files too (needs the package tensorboard)"),
+        trackio=(bool, False, "tell trackio too, on this machine (needs the package trackio)"),
+        wandb=(bool, False, "tell Weights & Biases too (needs the package wandb)")),
 }
 AT_LEAST_1 = ("tokens_per_step", "micro_batch", "max_targets", "streams", "windows_per_visit",
               "log_every", "eval_every", "eval_windows", "save_every", "keep", "timeout")

@@ -1,5 +1,5 @@
 """What a run of train.py starts from: new weights, with the bytes of the tokens where the input is
-made of them, or a checkpoint's weights (--init_from)."""
+made of them."""
 
 from pathlib import Path
 

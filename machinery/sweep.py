@@ -3,16 +3,19 @@
 import itertools
 import json
 import math
+import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 from machinery.errors import say_at_once
+from machinery.files import HELD
 from machinery.runs import check_resumable, experiment_of, list_checkpoints, read_log
 from machinery.signals import STOPPED, catch_signals
 
 LONGEST_NAME = 255  # bytes, on all usual file systems
+RESULTS = {0: "trained", HELD: "left to another process, which is at it"}
 
 
 def parse_sweep(text):
@@ -33,7 +36,8 @@ def parse_sweep(text):
 
 def run_sweep(args, argv, parse_args, script):
     """Run every combination one after the other, each in a directory of its own below args.out;
-    finished runs are skipped and unfinished ones resumed. Returns the exit code: 1 if one failed.
+    finished ones are skipped, unfinished ones resumed, and what another process is at is left to
+    it. Returns the exit code: 1 if one failed.
     """
     runs = plan_runs(args, argv, parse_args)
     width = max(len(out.name) for out in runs)
@@ -47,8 +51,8 @@ def run_sweep(args, argv, parse_args, script):
             if code == STOPPED:
                 say_at_once(f"{out.name}: stopped; the same command continues")
                 return STOPPED
-            failed, trained = failed + (code != 0), trained + 1
-            result = f"FAILED, see {out}/console.txt" if code else "trained"
+            failed, trained = failed + (code not in RESULTS), trained + (code != HELD)
+            result = RESULTS.get(code, f"FAILED, see {out}/console.txt")
         line = (f"{number:4}/{len(runs)}  {out.name:{width}}  held-out {last_loss(out):.4f}  "
                 f"{result}")
         if trained and number < len(runs):
@@ -102,10 +106,11 @@ def train(script, command, out):
     children = []
 
     def pass_on(number):
-        for child in children:
-            child.send_signal(number)
+        if os.name == "posix":  # on Windows the console has told it already
+            for child in children:
+                child.send_signal(number)
 
-    with open(out / "console.txt", "a") as console, catch_signals(pass_on) as signals:
+    with open(out / "console.txt", "ab") as console, catch_signals(pass_on) as signals:
         # In a session of its own: a Ctrl-C at the terminal reaches it once, through this process.
         child = subprocess.Popen([sys.executable, script, *command], stdout=console,
                                  stderr=subprocess.STDOUT, start_new_session=True)

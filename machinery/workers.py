@@ -1,5 +1,6 @@
 """Worker processes of prepare.py: batches of documents in, encoded batches out, in order."""
 
+import errno
 import multiprocessing
 import os
 import signal
@@ -83,12 +84,20 @@ def run_in_order(start_worker, settings, work, batches, workers):
             yield batch, result.result()
 
 
+def hand_in(pool, work, rows):
+    """Return the Future of work(rows). Raises OSError where the system starts no process for it."""
+    try:
+        return pool.submit(work, rows)
+    except EOFError:  # of the fork server, which ended for want of a process
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN)) from None
+
+
 def submit_ahead(pool, work, batches, most):
     """Yield (batch, its Future) in order, most batches behind the one that is handed in."""
     pending = deque()
     try:
         for batch in batches:
-            pending.append((batch, pool.submit(work, batch.rows)))
+            pending.append((batch, hand_in(pool, work, batch.rows)))
             if len(pending) > most:
                 yield pending.popleft()
     except (ValueError, OSError, MemoryError):

@@ -5,14 +5,18 @@ import os
 import random
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 from preparing import ROOT, WORDS, run
+from stages import make_place
 
 from machinery.tokenizer import train_tokenizer
 
+caches = tempfile.TemporaryDirectory()  # until the tests end
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test may wait for a network
+os.environ["HF_HOME"] = caches.name  # nor write into a home, which may be read-only
 os.environ["OMP_NUM_THREADS"] = "1"  # models this small lose by a second thread
 
 
@@ -58,3 +62,9 @@ def prep(flags):
         run(*asked, *more)
         return Path(asked[1].removeprefix("--out="))
     return prep
+
+
+@pytest.fixture
+def place(tmp_path):
+    """A folder with a run, its data and a source (stages.make_place)."""
+    return make_place(tmp_path)

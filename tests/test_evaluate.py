@@ -37,7 +37,7 @@ import model
 from machinery import benchmarks, huggingface, packing, references, scorer, scores
 from machinery.candidates import Candidate
 from machinery.checkpoints import load_model
-from machinery.errors import one_line
+from machinery.errors import ElsewhereError, is_out_of_memory, one_line
 from machinery.harness import HarnessLM
 from machinery.runs import data_fingerprint
 from machinery.scorer import Scorer
@@ -364,6 +364,15 @@ def test_memory_trouble_halves_the_batch(binary, capsys, row, error, monkeypatch
     assert "continuing with --batch_tokens=" in capsys.readouterr().err
     with pytest.raises(RuntimeError, match="shape"):
         score(dataclasses.replace(binary, forward=breaks), pairs)
+
+
+@pytest.mark.parametrize("allocate", [
+    lambda: torch.empty(1 << 50, dtype=torch.uint8), lambda: np.empty(1 << 50, np.uint8),
+    lambda: bytearray(1 << 50)])
+def test_this_machines_own_words_for_too_little_memory_are_known(allocate):
+    with pytest.raises((RuntimeError, MemoryError)) as error:
+        allocate()
+    assert is_out_of_memory(error.value)
 
 
 def test_interrupted_evaluation_continues(binary, tmp_path):
@@ -1019,7 +1028,10 @@ def test_whatever_a_folder_is_it_ends_in_one_line(make_run, tmp_path, monkeypatc
 
 @pytest.mark.parametrize("error, code, said", [
     (KeyboardInterrupt(), 130, "interrupted"), (MemoryError(), 1, "not enough memory"),
-    (OUT_OF_MEMORY[2], 1, "not enough memory"), (OSError(28, "No space left", "x"), 1, "No space"),
+    (OUT_OF_MEMORY[2], 1, "not enough memory"),
+    (RuntimeError("Connection closed by peer [10.0.0.1]"), 1, "another process is lost"),
+    (torch.distributed.DistNetworkError("x"), 1, "another process is lost"),
+    (OSError(28, "No space left", "x"), 1, "No space"),
     (ValueError("two\nlines"), 1, "two lines")])
 def test_what_ends_the_program_is_one_line(monkeypatch, capsys, error, code, said):
     def fail(*_):
@@ -1054,6 +1066,21 @@ def test_a_place_that_is_not_ours_is_told_as_such(make_run, tasks_dir, monkeypat
     assert "--data_dir" not in line
 
 
+@pytest.mark.parametrize("name", ("org/name", "here"))
+def test_a_cache_that_is_not_ours_is_no_wrong_model(tmp_path, transformers, monkeypatch, capsys,
+                                                    name):
+    def fail(*_, **__):
+        raise PermissionError(13, "Permission denied", "/nobody/cache")
+
+    monkeypatch.chdir(tmp_path)
+    Path("here").mkdir()
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", fail)
+    code, line = main_ends_in_one_line(monkeypatch, capsys, "score", f"--hf={name}", "--data=x",
+                                       "--device=cpu")
+    assert code == 1 and "/nobody/cache: Permission denied" in line
+    assert ("set HF_HOME=DIR" in line) == (name == "org/name")
+
+
 def test_a_run_that_cannot_be_written_is_scored_elsewhere(own_run, prepared, tmp_path, monkeypatch,
                                                           capsys):
     """It is known before the work, and --out has another place."""
@@ -1082,11 +1109,11 @@ def test_a_long_list_of_tasks_has_a_short_name(own_tasks, binary):
     names = [f"a_task_of_forty_two_letters_or_thereabouts_{i}" for i in range(8)]
     args = SimpleNamespace(suite=None, num_fewshot=None, limit=3, dtype="float32", max_length=None)
     found = set()
-    for order in (names, names[:7], ["a", "b"]):
+    for order in (names, names[:7], ["a", "b"], ["set/part:1"]):
         args.tasks = ",".join(order)
         found.add(scores.scores_name(args, {"step": 9}, T))
-    assert len(found) == 3 and max(map(len, found)) < 150
-    assert "a+b_limit3-00000009.json" in found
+    assert len(found) == 4 and max(map(len, found)) < 150
+    assert {"a+b_limit3-00000009.json", "set_part_1_limit3-00000009.json"} <= found
 
 
 def test_paths_are_taken_as_the_shell_would(make_run, tmp_path, monkeypatch, capsys):
@@ -1115,22 +1142,25 @@ def test_a_console_of_ascii_and_a_notebook_s_back_end(make_run, prepared, tmp_pa
 
 
 def test_processes_that_were_told_different_things_stop(make_run, monkeypatch):
-    """The same command is not the same where a shell expands it for each process."""
+    """The same command is not the same where a shell expands it for each process, nor the same code
+    on each machine."""
     theirs = {}
 
     def gather(out, own):
-        out[:] = [own, {**own, **theirs}]
+        out[:] = [own, {**own, **theirs} if isinstance(own, dict) else own]
 
     monkeypatch.setenv("WORLD_SIZE", "2")
     for name, value in (("init_process_group", lambda _: None), ("is_initialized", lambda: True),
+                        ("is_torchelastic_launched", lambda: True), ("get_rank", lambda: 0),
                         ("get_world_size", lambda: 2), ("all_gather_object", gather)):
         monkeypatch.setattr(torch.distributed, name, value)
-    for name, value, said in (("limit", 1, "limit: 2, 1; give all"),
-                              ("data_dir", "a", "data_dir: None, a; give all"),
-                              ("the weights", "w", "the weights: .*, w; give all")):
+    for name, value, said in (("limit", 1, "limit: 1 in 1, 2 in 1; start"),
+                              ("data_dir", "a", "data_dir: None in 1, a in 1; start"),
+                              ("code", "other", "code: .* in 1, other in 1; start"),
+                              ("weights_sha256", "w", "weights_sha256: .* in 1, w in 1; start")):
         theirs.clear()
         theirs[name] = value
-        with pytest.raises(ValueError, match=f"the processes differ in {said}"):
+        with pytest.raises(ValueError, match=f"the 2 processes differ in {said}"):
             call(monkeypatch, "score", make_run("binary"), "--tasks=piqa", "--limit=2",
                  "--device=cpu")
 
@@ -1157,6 +1187,21 @@ class OwnForCausalLM(LlamaForCausalLM):
     assert "it runs code that came with it" in capsys.readouterr().err
     pairs = random_pairs(3)[:9]
     assert_close(score(candidate, pairs), score(open_reference(make_reference("llama")), pairs))
+
+
+@pytest.mark.parametrize("words", (["sample", "RUN"], ["probe", "RUN"], ["export", "RUN", "HF"],
+                                   ["import", "HF", "OUT"]))
+def test_only_score_shares_its_work_out(tmp_path, monkeypatch, words):
+    """Two processes would write the same files, or print everything twice."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.distributed, "is_torchelastic_launched", lambda: True)
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ValueError, match=f"{words[0]} is the work of one process: leave torchrun"):
+        call(monkeypatch, *words)
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(ElsewhereError):
+        call(monkeypatch, *words)
+    assert not list(tmp_path.iterdir())
 
 
 def test_utf16_ids(make_run, tmp_path, monkeypatch, capsys):
@@ -1239,6 +1284,9 @@ def test_heldout_equals_direct_computation(binary, prepared):
 
 
 def test_heldout_from_the_command_line(make_run, prepared, monkeypatch, capsys):
+    """Also where a batch system has left the names that torchrun uses."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
     directory = make_run("learned", vocab_size=320, n_embd=36)
     call(monkeypatch, "score", directory, f"--data={prepared}", "--device=cpu")
     assert "bits/byte" in capsys.readouterr().out
@@ -1666,7 +1714,10 @@ ARCHITECTURES = {
     "windows in some layers": ("Gemma3Text", {"sliding_window": 40, "query_pre_attn_scalar": 8,
                                               "layer_types": ["sliding_attention",
                                                               "full_attention"]}, False),
+    "a window of code models": ("Starcoder2", {"sliding_window": 40}, False),
     "a state": ("Mamba", {"state_size": 4}, False),
+    "other names, biased scores": ("Mpt", {"d_model": 32, "n_heads": 4, "n_layers": 2,
+                                           "max_seq_len": T}, False),
     "no position ids": ("Bloom", {"n_head": 4, "n_layer": 2}, False)}
 
 

@@ -1,8 +1,8 @@
 """What a stage does when the machine fails it: the same result, or one line and nothing lost.
 
-Each case makes one call fail on cue (open, read, write, fsync, lock, memory) while a stage runs as
-its command does, and then looks at three things: the exit code, that standard error has no
-traceback, and that every file that was there before still holds what it held.
+Each case makes one call fail on cue (open, read, write, fsync, lock, fork, memory, import) while a
+stage runs as its command does, and then looks at three things: the exit code, that standard error
+has no traceback, and that every file that was there before still holds what it held.
 """
 
 import builtins
@@ -10,26 +10,29 @@ import errno
 import io
 import mmap
 import os
-import runpy
-import shutil
+import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).parents[1]
-EARLIER = Path(__file__).parent / "earlier"
-RUN_FLAGS = ["--preset=smoke", "--vocab_size=280", "--n_layer=1", "--n_head=2", "--n_embd=36",
-             "--n_ffn=24", "--block_size=16", "--dtype=float32", "--device=cpu",
-             "--tokens_per_step=128", "--micro_batch=4", "--warmup_steps=2",
-             "--windows_per_visit=16", "--eval_windows=4", "--eval_every=5",
-             "--log_every=1", "--save_every=5", "--decay_steps=20", "--input=gf2"]
-RESUME = ["train.py", *RUN_FLAGS, "--data=DATA", "--out=RUN", "--max_targets=2560", "--resume"]
-START = ["train.py", *RUN_FLAGS, "--data=DATA", "--out=NEW", "--max_targets=640"]
-PREPARE = ["prepare.py", "--source=SOURCE", "--tokenizer=train:280", "--workers=1", "--out=NEW"]
-SCORE = ["evaluate.py", "score", "RUN", "--data=DATA", "--device=cpu"]
-COMPARE = ["compare.py", "RUN", "--baseline=gf2 code 12345", "--out=NEW"]
+import torch
+from stages import (
+    COMPARE,
+    EXPORT,
+    PREPARE,
+    PROBE,
+    RESUME,
+    ROOT,
+    SAMPLE,
+    SCORE,
+    START,
+    SWEEP,
+    WINDOWS,
+    beginning_with,
+    run_stage,
+    snapshot,
+    spell_out,
+)
 
 
 def fail(monkeypatch, call, part, error):
@@ -51,10 +54,14 @@ def fail(monkeypatch, call, part, error):
     if call in ("read", "write"):
         monkeypatch.setattr(builtins, "open", wrap(builtins.open))
         monkeypatch.setattr(io, "open", wrap(io.open))
+    elif call == "import":
+        monkeypatch.setitem(sys.modules, part, None)
     elif call == "map":
         monkeypatch.setattr(mmap, "mmap", failing)
     elif call == "fsync":
         monkeypatch.setattr(os, "fsync", failing)
+    elif call == "fork":
+        monkeypatch.setattr(subprocess, "Popen", failing)
     elif call == "lock":
         fcntl = pytest.importorskip("fcntl")
         monkeypatch.setattr(fcntl, "flock", failing)
@@ -62,46 +69,6 @@ def fail(monkeypatch, call, part, error):
 
 def make(error, path):
     return MemoryError() if error == "memory" else OSError(error, os.strerror(error), str(path))
-
-
-def snapshot(folder):
-    return {path.relative_to(folder): path.read_bytes()
-            for path in sorted(folder.rglob("*")) if path.is_file()}
-
-
-@pytest.fixture
-def place(tmp_path):
-    """A run, its data and a source, as the capital words of a command name them."""
-    shutil.copytree(EARLIER / "gf2", tmp_path / "RUN")
-    shutil.copytree(EARLIER / "data", tmp_path / "DATA")
-    (tmp_path / "SOURCE.jsonl").write_text(
-        "".join(f'{{"id": "{i}", "text": "the cat sat on the mat {i}"}}\n' for i in range(40)))
-    return tmp_path
-
-
-def spell_out(command, place):
-    """Return a command with its capital words as the paths that they name."""
-    words = {"RUN": place / "RUN", "DATA": place / "DATA", "NEW": place / "NEW",
-             "SOURCE": place / "SOURCE.jsonl"}
-    arguments = []
-    for argument in command:
-        flag, equals, value = argument.rpartition("=")
-        arguments.append(f"{flag}{equals}{words.get(value, value)}")
-    return arguments
-
-
-def run_stage(monkeypatch, capsys, place, command):
-    """Run a command in this process as python STAGE.py would; return (exit code, stderr)."""
-    arguments = spell_out(command, place)
-    monkeypatch.setattr(sys, "argv", arguments)
-    code = 0
-    try:
-        runpy.run_path(str(ROOT / arguments[0]), run_name="__main__")
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else 1 if end.code else 0
-        if isinstance(end.code, str):
-            print(end.code, file=sys.stderr)
-    return code, capsys.readouterr().err
 
 
 STOPS = [
@@ -118,11 +85,21 @@ STOPS = [
     (RESUME, "read", "RUN/step-", errno.ESTALE),
     (RESUME, "read", "RUN/step-", "memory"),
     (RESUME, "map", "RUN/step-", errno.ENOMEM),
+    (SWEEP, "fork", "", errno.EAGAIN),
+    (SWEEP, "fork", "", errno.ENOMEM),
     (SCORE, "read", "RUN/step-", errno.EACCES),
     (SCORE, "map", "RUN/step-", errno.ENOMEM),
     (SCORE, "read", "DATA/meta.json", errno.EIO),
     (SCORE, "write", "heldout-", errno.EROFS),
     (COMPARE, "read", "config.json", errno.EACCES),
+    (PREPARE, "import", "filelock", None),
+    (START, "import", "filelock", None),
+    (RESUME, "import", "filelock", None),
+    ([*START, "--input=random"], "import", "scipy.spatial", None),
+    (EXPORT, "import", "safetensors.torch", None),
+    (PROBE, "import", "matplotlib.pyplot", None),
+    (COMPARE, "import", "matplotlib", None),
+    ([*SCORE[:3], "--tasks=own", "--device=cpu"], "import", "lm_eval.tasks", None),
     (COMPARE, "read", "heldout-", errno.EIO),
     (COMPARE, "write", "NEW", errno.EROFS),
 ]
@@ -143,10 +120,69 @@ def test_a_failure_is_told_in_one_line_and_loses_nothing(
     assert {path: after.get(path) for path in before} == before
 
 
+def no_keys(path):
+    torch.save({"state_dict": {}, "epoch": 3}, path)
+
+
+def some_keys(path):
+    torch.save({"step": 3, "model": {}, "optimizer": {}}, path)
+
+
+def other_config(path):
+    good = torch.load(next(path.parent.glob("step-*.pt")), weights_only=True)
+    torch.save(good | {"model_config": {"n_layers": 2}, "config": {}}, path)
+
+
+def other_weights(path):
+    good = torch.load(next(path.parent.glob("step-*.pt")), weights_only=True)
+    torch.save(good | {"model": {"transformer.wte.weight": torch.ones(2, 2)}}, path)
+
+
+def only_a_tensor(path):
+    torch.save(torch.ones(3), path)
+
+
+def a_whole_module(path):
+    torch.save(torch.nn.Linear(2, 2), path)
+
+
+def a_program(path):
+    torch.jit.script(torch.nn.Linear(2, 2)).save(path)
+
+
+def a_pointer(path):
+    path.write_text("version 1\noid sha256:0\nsize 9\n")
+
+
+FOREIGN = [no_keys, some_keys, other_config, other_weights, only_a_tensor, a_whole_module,
+           a_program, a_pointer]
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's, of how some of these are made
+@pytest.mark.parametrize("command", [RESUME, SCORE, SAMPLE, PROBE, EXPORT],
+                         ids=["resume", "score", "sample", "probe", "export"])
+@pytest.mark.parametrize("make", FOREIGN)
+def test_a_checkpoint_of_another_program_is_told_as_such(
+        command, make, monkeypatch, capsys, place):
+    make(place / "RUN" / "foreign")
+    for path in (place / "RUN").glob("step-*.pt"):
+        path.unlink()
+    (place / "RUN" / "foreign").rename(place / "RUN" / "step-00000099.pt")
+    before = snapshot(place)
+    with monkeypatch.context() as patch:
+        code, told = run_stage(patch, capsys, place, command)
+    assert code == 1 and told.count("\n") == 1, told
+    assert "run the code" not in told and "weights_only" not in told
+    after = snapshot(place)
+    assert {path: after.get(path) for path in before} == before
+
+
 GOES_ON = [
     (PREPARE, "lock", "", errno.ENOSYS),
     (PREPARE, "lock", "", errno.ENOLCK),
     (START, "lock", "", errno.ENOSYS),
+    (START, "lock", "", errno.ENOLCK),
+    (START, "lock", "", errno.EOPNOTSUPP),
     (START, "fsync", "", errno.EINVAL),
     (SCORE, "fsync", "", errno.EINVAL),
 ]
@@ -161,13 +197,70 @@ def test_what_a_file_system_lacks_stops_nothing(
     assert code == 0, told
 
 
-@pytest.mark.parametrize("stage", ["prepare", "compare", "train", "evaluate"])
-def test_modules_that_some_systems_lack_are_not_needed(stage, place):
-    """Windows has no fcntl and no resource."""
-    commands = {"prepare": PREPARE, "compare": COMPARE, "train": START, "evaluate": SCORE}
-    arguments = spell_out(commands[stage], place)
-    code = ("import runpy, sys; sys.modules.update(fcntl=None, resource=None); "
-            f"sys.argv = {arguments!r}; sys.path.insert(0, {str(ROOT)!r}); "
-            f"runpy.run_path({str(ROOT / arguments[0])!r}, run_name='__main__')")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
+# What each Python of a preparation does first, and what is told then. (With its fork server a pool
+# may lose its first worker before it misses the second.)
+NO_PROCESSES = {
+    "no fork server": ("multiprocessing.util.spawnv_passfds = refuse", "one process does it all"),
+    "no first worker": ("os.fork = refuse", "no more processes"),
+    "no second worker": ("os.fork = lambda fork=os.fork, ids=[]: refuse() if ids else"
+                         " ids.append(fork()) or ids[0]", "no more processes|a worker died"),
+    "no worker without a fork server": (
+        "multiprocessing.get_all_start_methods = lambda: ['spawn']\n"
+        "multiprocessing.util.spawnv_passfds = refuse", "no more processes"),
+    "no thread": ("threading.Thread.start = refuse_thread", "can't start new thread")}
+
+
+@pytest.mark.parametrize("name", NO_PROCESSES)
+def test_processes_that_cannot_be_started(name, monkeypatch, capsys, place):
+    """As where a user's limit, or a container's, is reached."""
+    fault, words = NO_PROCESSES[name]
+    source = place / "SOURCE.jsonl"
+    source.write_text(source.read_text() * 50)  # several batches
+    environment = beginning_with(f"""
+import multiprocessing, multiprocessing.util, os, threading
+
+def refuse(*_):
+    raise BlockingIOError({errno.EAGAIN}, os.strerror({errno.EAGAIN}))
+
+def refuse_thread(self):
+    raise RuntimeError("can't start new thread")
+
+{fault}
+""", place / "site")
+    argv = [argument.replace("--workers=1", "--workers=2") for argument in PREPARE]
+    done = subprocess.run([sys.executable, *spell_out(argv, place)], capture_output=True,
+                          text=True, cwd=ROOT, timeout=60, env=environment)
+    told = done.stderr.splitlines()
+    assert re.search(words, done.stderr), done.stderr
+    if name == "no fork server":
+        assert done.returncode == 0, done.stderr
+    else:
+        assert done.returncode == 1 and told[-1].startswith("prepare.py: "), done.stderr
+        assert not list((place / "NEW").rglob("*.bin"))
+    clean = snapshot(place / "NEW")
+    with monkeypatch.context() as patch:  # the same command completes it
+        assert run_stage(patch, capsys, place, PREPARE)[0] == 0
+    if name == "no fork server":
+        assert snapshot(place / "NEW") == clean
+
+
+def test_modules_and_calls_that_some_systems_lack_are_not_needed(place):
+    """Windows has no fcntl, no fork, no SIGHUP. All in one process, to start torch once."""
+    commands = [PREPARE, SCORE, PROBE, [*EXPORT[:-1], "HF"], [*COMPARE[:-1], "--out=COMPARISON"],
+                [*START[:-2], "--out=OUT", "--max_targets=640"]]
+    code = WINDOWS + f"""
+import runpy
+sys.path.insert(0, {str(ROOT)!r})
+for command in {[spell_out(command, place) for command in commands]!r}:
+    sys.argv = command
+    try:
+        runpy.run_path({str(ROOT)!r} + "/" + command[0], run_name="__main__")
+    except SystemExit as end:
+        assert end.code == 0, (command, end.code)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=place,
+                          timeout=120)
+    assert done.returncode == 0 and "Error" not in done.stderr, done.stderr[-2000:]
+    for name in ("NEW/meta.json", "RUN/probe-00000010.png", "HF/model.safetensors",
+                 "COMPARISON/comparison.md", "OUT/step-00000005.pt"):
+        assert (place / name).exists(), name

@@ -117,6 +117,17 @@ def test_one_idea_a_line(module):
     assert not found, f"{module}: {found}"
 
 
+def test_text_has_an_encoding():
+    """Else it is the locale's: a file with an accent could not be read on another machine."""
+    for module in all_modules():
+        nodes = ast.walk(ast.parse(path_of(module).read_text(encoding="utf-8")))
+        for call in [node for node in nodes if isinstance(node, ast.Call)]:
+            name = ast.unparse(call.func)
+            is_binary = name == "open" and "b" in "".join(map(ast.unparse, call.args[1:2]))
+            if (name == "open" or name.endswith((".read_text", ".write_text"))) and not is_binary:
+                assert "encoding" in [word.arg for word in call.keywords], f"{module}: {name}"
+
+
 def test_an_old_python_is_told_in_one_line():
     code = "import sys; sys.version_info = (3, 10, 14); import machinery"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)

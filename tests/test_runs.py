@@ -576,6 +576,37 @@ def test_a_failed_run_of_a_sweep_is_said_and_the_others_go_on(data_dir, forks, t
     assert "do not divide" in (tmp_path / "micro_batch=3" / "console.txt").read_text()
 
 
+FORKED_RUNS = """
+import machinery.sweep
+def forked(script, command, out):
+    out.mkdir(parents=True, exist_ok=True)
+    pid = os.fork()
+    if pid:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    os.dup2(os.open(out / "console.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 1)
+    sys.argv = [script, *command]
+    runpy.run_path(script, run_name="__main__")
+machinery.sweep.train = forked
+"""
+
+
+def test_two_sweeps_share_the_runs(data_dir, forks, tmp_path):
+    """As on two machines with one file system: each run is trained once, and neither fails. Their
+    runs are forked, which spares the starts of Python and torch."""
+    whole = flags(data_dir, tmp_path, max_targets=512 * 100, save_every=1000, eval_every=1000)
+    argv = [*whole, "--sweep=seed=1,2"]
+    forks.stdout.write_text("")
+    forks.stderr.write_text("")
+    pids = [forks.start(argv, FORKED_RUNS), forks.start(argv, FORKED_RUNS)]
+    assert [forks.wait(pid) for pid in pids] == [0, 0], forks.output()
+    said = forks.output()
+    assert "  left to another process" in said and "FAILED" not in said, said
+    for seed in (1, 2):
+        out = tmp_path / f"seed={seed}"
+        assert steps(out) == list(range(1, 101)) and len(list_checkpoints(out)) == 1
+        assert (out / "console.txt").read_text().count("step    100  targets") == 1
+
+
 @pytest.mark.parametrize("name", ["SIGINT", "SIGHUP"])
 def test_a_signal_to_a_sweep_is_passed_on_and_its_save_waited_for(data_dir, forks, tmp_path, name):
     """As its runs do it leaves with 75, and starts no other; the same command continues."""

@@ -434,7 +434,7 @@ def test_the_readmes_new_interface_trains(data_dir, tmp_path):
     blocks = (ROOT / "README.md").read_text().split("```python\n")[1:]
     example = next(block for block in blocks if "fixed_gray" in block).split("```")[0]
     assert len(example.splitlines()) < 15
-    for name in ("kernels.py", "model.py", "train.py"):
+    for name in ("inputs.py", "kernels.py", "model.py", "train.py"):
         shutil.copy(ROOT / name, tmp_path)
     shutil.copytree(ROOT / "machinery", tmp_path / "machinery")
     (tmp_path / "codes.py").write_text((ROOT / "codes.py").read_text() + "\n\n" + example)
