@@ -5,14 +5,17 @@ import os
 
 import numpy as np
 
+from machinery.pareto import draw_pareto
 from machinery.statistics import LEVEL
 
 # Each kind of input has its colour in every figure: those that colour-blind eyes tell apart (Okabe
 # and Ito, 2008), then some of Tol's for kinds of a user's own. Dashes are for its variants, markers
 # for values of --by.
 COLOURS = {"learned": "#000000", "binary": "#0072B2", "gf2": "#D55E00", "lowdim": "#009E73",
-           "random": "#CC79A7", "tied": "#E69F00", "sinusoid": "#56B4E9"}
-SPARE_COLOURS = ("#777777", "#882255", "#332288", "#999933", "#117733")
+           "random": "#CC79A7", "tied": "#E69F00", "sinusoid": "#56B4E9", "projected": "#332288",
+           "digits": "#882255", "factored": "#117733", "alone": "#999933", "hashed": "#AA4499",
+           "spelling": "#8B5A2B"}
+SPARE_COLOURS = ("#777777", "#44AA99", "#661100", "#6699CC", "#AA4466")
 DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)), (0, (10, 3)),
           (0, (6, 2, 1.5, 2, 1.5, 2)), (0, (1.5, 4)), (0, (12, 2, 4, 2)))
 MARKERS = ("", "o", "s", "^", "D", "v", "P", "X")
@@ -53,6 +56,13 @@ def label_looks(labels):
     return looks
 
 
+def legend_size(groups):
+    """Return (columns, rows) of a legend below a figure, at most three columns."""
+    longest = max(len(g["name"]) for g in groups)
+    columns = 3 if longest < 25 else 2
+    return columns, -(-len(groups) // columns)
+
+
 def draw_curves(axis, groups, styles, key):
     """Draw group[key], losses [seeds][points], against targets: mean, and range as a band."""
     from matplotlib.ticker import EngFormatter
@@ -72,14 +82,15 @@ def set_log_axis(axis, formatter):
     """Make x logarithmic, with so few numbers that they do not run together."""
     from matplotlib.ticker import LogLocator, NullFormatter
     axis.set_xscale("log")
-    axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    low, high = axis.get_xlim()
+    axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 1000 * low else (1,)))
     axis.xaxis.set_major_formatter(formatter)
     axis.xaxis.set_minor_formatter(NullFormatter())
 
 
 def draw_loss(groups, styles):
     """Return the figure of losses during training, the highest final loss first."""
-    figure, [[axis]] = make_figure(4.2)
+    figure, [[axis]] = make_figure(max(4.2, 1 + 0.2 * len(groups)))
     draw_curves(axis, groups, styles, "curve_losses")
     axis.set(ylabel="validation loss (nats per target)",
              title="Loss during training: mean and range of seeds")
@@ -92,7 +103,7 @@ def draw_loss(groups, styles):
 
 def draw_differences(groups, styles, base):
     """Return the figure with a row for each group: mean difference, seeds, and both intervals."""
-    figure, [[axis]] = make_figure(1.3 + 0.34 * len(groups))
+    figure, [[axis]] = make_figure(1.3 + (0.34 if len(groups) < 13 else 0.27) * len(groups))
     for y, g in enumerate(groups):
         colour = styles[g["name"]]["color"]
         if g["document_interval"][0] is not None:
@@ -114,11 +125,12 @@ def draw_differences(groups, styles, base):
 
 def draw_gap(groups, styles, base, by):
     """Return the figure of the gap to the baseline, in training and against `by` if that varies."""
-    figure, axes = make_figure(4.2, 1, 2 if by else 1)
+    columns, rows = legend_size(groups)
+    figure, axes = make_figure(3.7 + 0.2 * rows, 1, 2 if by else 1)
     draw_curves(axes[0, 0], groups, styles, "curve_differences")
     axes[0, 0].set(ylabel=f"validation loss minus {base} (nats)",
                    title="Gap in training: mean and range of seeds")
-    figure.legend(loc="outside lower center", ncols=3)
+    figure.legend(loc="outside lower center", ncols=columns)
     if by:
         draw_gap_against(axes[0, 1], groups, styles, base, by)
     for axis in axes.flat:
@@ -142,9 +154,35 @@ def draw_gap_against(axis, groups, styles, base, by):
         axis.legend()
 
 
+def draw_tuning(groups, styles, fields):
+    """Return the figure of what --best_over chose among: the loss on the validation windows against
+    the first of the fields, at the best values of the others."""
+    figure, [[axis]] = make_figure(max(4.2, 1 + 0.2 * len(groups)))
+    xs = set()
+    for g in groups:
+        curve, best = {}, g["choice"]["value"][0]
+        for row in g["choice"]["tried"]:
+            if row["loss"] is not None and np.isfinite(row["loss"]):
+                x = row["value"][0]
+                curve[x] = min(row["loss"], curve.get(x, np.inf))
+        style = styles[g["name"]] | {"marker": "."}
+        axis.plot(list(curve), list(curve.values()), label=g["name"], **style)
+        axis.plot(best, curve[best], "o", color=style["color"], markersize=8, fillstyle="none")
+        xs |= set(curve)
+    set_log_axis(axis, "{x:g}")
+    if len(xs) < 9:
+        axis.set_xticks(sorted(xs))
+        axis.set_xticks([], minor=True)
+    axis.set(xlabel=fields[0], ylabel="final validation loss (nats per target)",
+             title="Mean over seeds; circles: the best")
+    figure.legend(loc="outside right upper", alignment="left", title="interface")
+    return figure
+
+
 def draw_codes(groups, styles):
     """Return the figure of what fixed codes look like, by train.py's code_report: four panels."""
-    figure, axes = make_figure(5.6, 2, 2)
+    columns, rows = legend_size(groups)
+    figure, axes = make_figure(5.2 + 0.2 * rows, 2, 2)
     for g in groups:
         report, style = g["code_report"], styles[g["name"]] | {"marker": ""}
         for axis, key in zip(axes.flat, list(CODE_PANELS)[:3]):
@@ -158,7 +196,7 @@ def draw_codes(groups, styles):
         axis.set(xlabel=xlabel, ylabel=ylabel)
     axes.flat[1].set_ylim(0, 1)
     set_log_axis(axes.flat[3], "{x:g}")  # matched norms are a thousand times smaller
-    figure.legend(loc="outside lower center", ncols=3)
+    figure.legend(loc="outside lower center", ncols=columns)
     return figure
 
 
@@ -192,14 +230,45 @@ def draw_runs(result, out):
 
 def make_figures(result):
     """Return {name: figure} of compare_runs' result."""
-    base, by, styles = result["baseline"], result["by"], line_styles(result["groups"])
-    ranked = sorted(result["groups"], key=lambda g: -g["loss"])
+    short = name_shortly(result["groups"])
+    groups = [g | {key: short(g[key]) for key in ("name", "label")} for g in result["groups"]]
+    base, by, styles = short(result["baseline"]), result["by"], line_styles(groups)
+    ranked = sorted(groups, key=lambda g: -g["loss"])
     others = [g for g in ranked if g["label"] != base]
-    coded = [g for g in result["groups"] if g["code_report"] and g["by"] == ranked[0]["by"]]
+    coded = [g for g in groups if g["code_report"] and g["by"] == ranked[0]["by"]]
+    sized = [g for g in ranked if "input" in (g["parameters"] or {})]
     figures = {"loss": draw_loss(ranked, styles)}
     if others:
         figures["differences"] = draw_differences(others, styles, base)
         figures["gap"] = draw_gap(others, styles, base, by)
+    if len(sized) > 1 and not by:
+        colours = {g["name"]: styles[g["name"]]["color"] for g in sized}
+        figures["pareto"] = draw_pareto(sized, colours, best_table(ranked, base))
+    if result["best_over"] and can_be_an_axis(ranked):
+        name = "lr" if result["best_over"][0] == "max_lr" else "best_over"
+        figures[name] = draw_tuning(ranked, styles, result["best_over"])
     if coded:
         figures["codes"] = draw_codes(coded, styles)
     return figures
+
+
+def name_shortly(groups):
+    """Return a function that leaves out of a name the code seed, where all groups share it."""
+    drawn = {g["interface"].get("code_seed") for g in groups} - {None}
+    shared = f" code {min(drawn)}" if len(drawn) == 1 else None
+    return lambda name: name.replace(shared, "") if shared else name
+
+
+def best_table(groups, base):
+    """Return the learned table of the lowest loss; the baseline where there is none."""
+    tables = [g for g in groups if g["interface"]["input"] == "learned"]
+    tables = tables or [g for g in groups if g["label"] == base]
+    return min(tables, key=lambda g: g["loss"])
+
+
+def can_be_an_axis(groups):
+    """Return whether the values that --best_over tried are numbers above 0."""
+    values = []
+    for g in groups:
+        values += [row["value"][0] for row in g["choice"]["tried"]]
+    return all(isinstance(value, (int, float)) and value > 0 for value in values)
