@@ -13,16 +13,20 @@ the paper does not do.
     runs     of each input interface, the difference to --baseline in held-out loss, two intervals
              seeds            Student's t over differences of single seeds: other weights, windows
              documents        by subsets of the documents, losses averaged over the seeds before
+             one thing        the same for each two interfaces that differ in one thing only: fixed
+                              or learned, how many numbers an id, their scale, their values
 
 Usage:
     python compare.py out/smoke-*                      runs: every interface against learned
     python compare.py out/depth-* --by=n_layer         the same at several depths
+    python compare.py out/lab/* --best_over=max_lr     each interface at its best learning rate
+    python compare.py out/comparison/comparison.json   tables and figures again, without the runs
     python compare.py A.json B.json --format=markdown --published=binary,gf2
 
 Reads run directories (config.json, log.jsonl, the newest heldout-STEP.json), or files that
-evaluate.py score --suite or --tasks wrote. Prints text, Markdown or JSON; of runs, writes
-comparison.md, comparison.json and figures to --out. Refuses models that did not see the same
-documents and prompts, and runs that differ in more than input and seed.
+evaluate.py score --suite or --tasks wrote, or one comparison.json. Prints text, Markdown or JSON;
+of runs, writes comparison.md, comparison.json and figures to --out. Refuses models that did not see
+the same documents and prompts, and runs that differ in more than input and seed.
 """
 
 import argparse
@@ -34,7 +38,7 @@ from pathlib import Path
 
 import numpy as np
 
-from machinery.choices import check_scored, choose, group_runs
+from machinery.choices import choose_runs, list_runs
 from machinery.effects import find_effects, subtract
 from machinery.errors import explained, one_line
 from machinery.figures import draw_runs, make_figures
@@ -42,7 +46,6 @@ from machinery.labels import LABELS, said
 from machinery.results import (
     COMPARISON,
     add_score,
-    check_finished,
     list_rows,
     read_comparison,
     read_json,
@@ -289,35 +292,6 @@ def check_documents(runs):
         if differing:
             raise ValueError(f"{first['path']} and {run['path']} are not the same experiment: "
                              f"{'; '.join(differing)}")
-
-
-def choose_runs(runs, by, best_over):
-    """Return ({(value of `by`, label): {seed: run}}, {the same: its choice}): of each interface the
-    runs with the best values of the fields of best_over, scored. There is no choice without fields.
-
-    Raises ValueError unless all runs are finished and the chosen ones scored.
-    """
-    tried = group_runs(runs, by, best_over)
-    if not best_over:
-        return {key: found[()] for key, found in tried.items()}, {}
-    for run in runs:
-        check_finished(run)
-    choices, chosen = {}, {}
-    for (value, name), found in tried.items():
-        choice = choose(found, best_over, f"{name}, {by} {value}" if by else name)
-        choices[value, name], chosen[value, name] = choice, found[tuple(choice["value"])]
-    check_scored(list_runs(chosen))
-    for key, seeds in chosen.items():
-        chosen[key] = {seed: add_score(run) for seed, run in seeds.items()}
-    return chosen, choices
-
-
-def list_runs(groups):
-    """Return all runs of groups {key: {seed: run}}."""
-    found = []
-    for seeds in groups.values():
-        found += seeds.values()
-    return found
 
 
 def read_curve(run, points):

@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 
-from machinery.results import read_heldout
+from machinery.results import add_score, check_finished, read_heldout
 
 DECIMALS = 5  # of single losses, as a figure shows them
 
@@ -86,3 +86,32 @@ def check_scored(runs):
     if missing:
         raise ValueError(f"{len(missing)} of the {len(runs)} chosen runs have no held-out score; "
                          f"type python evaluate.py score {' '.join(missing)}")
+
+
+def choose_runs(runs, by, best_over):
+    """Return ({(value of `by`, label): {seed: run}}, {the same: its choice}): of each interface the
+    runs with the best values of the fields of best_over, scored. There is no choice without fields.
+
+    Raises ValueError unless all runs are finished and the chosen ones scored.
+    """
+    tried = group_runs(runs, by, best_over)
+    if not best_over:
+        return {key: found[()] for key, found in tried.items()}, {}
+    for run in runs:
+        check_finished(run)
+    choices, chosen = {}, {}
+    for (value, name), found in tried.items():
+        choice = choose(found, best_over, f"{name}, {by} {value}" if by else name)
+        choices[value, name], chosen[value, name] = choice, found[tuple(choice["value"])]
+    check_scored(list_runs(chosen))
+    for key, seeds in chosen.items():
+        chosen[key] = {seed: add_score(run) for seed, run in seeds.items()}
+    return chosen, choices
+
+
+def list_runs(groups):
+    """Return all runs of groups {key: {seed: run}}."""
+    found = []
+    for seeds in groups.values():
+        found += seeds.values()
+    return found

@@ -1,6 +1,6 @@
 """What an input interface is called, and along which axes two of them differ. For compare.py."""
 
-from codes import CODE_SEED, min_bits
+from codes import CODE_SEED, FIXED, min_bits
 
 # The fields of config.json that describe an input beside its name: as a label says them, and what
 # goes without saying, which is also what a run was trained with that does not record the field.
@@ -14,29 +14,31 @@ LABELS = {"base": ("base {}", None), "rank": ("rank {}", None), "inner_width": (
 # The inputs that have a size of their own; config.json gives all runs all fields.
 SIZES = {"base": "digits", "rank": "factored", "inner_width": "alone", "hashes": "hashed",
          "buckets": "hashed", "positions": "spelling"}
-# Inputs whose draw always is said, and those that nothing is drawn for but the trained values.
+# Whether something is drawn for an input beside its trained values: for these always, for these
+# where its codes are wider than the id's own bits, for these never.
 DRAWN = ("gf2", "random")
-UNDRAWN = ("learned", "tied", "lowdim", "factored", "projected", "digits", "sinusoid")
+DRAWN_IF_WIDE = ("binary", "projected", "alone")
+UNDRAWN = ("learned", "tied", "lowdim", "factored", "digits", "spelling", "sinusoid")
 
 # The axes along which inputs can be told apart, and the order of their words; numbers need none.
 AXES = {"learning": ("fixed", "learned"), "width": (), "scale": (),
         "values": ("01", "pm1", "sinusoid", "Gaussian"), "recoding": ("none", "A c + b"),
-        "lift": ("tile", "interleave", "projection"), "table": ("own", "the output's")}
-# Where an input is on them, beside OWN. An axis that an input does not have cannot tell it from
-# another: a projection with a bias makes the same of bits 0 and 1 and of bits -1 and 1. An input
-# that is not here, such as a user's own, is told from its own variants only, by the fields that
-# differ.
+        "lift": ("tile", "interleave", "projection", "network"), "table": ("own", "the output's")}
+# Where an input is on them, beside OWN; an axis that an input does not have cannot tell it from
+# another. An input that is not here, such as a user's own, is told from its own variants only, by
+# the fields that differ.
 OWN = {"recoding": "none", "table": "own"}
 PLACES = {"learned": {"learning": "learned", "values": "Gaussian"},
           "tied": {"learning": "learned", "values": "Gaussian", "table": "the output's"},
           "lowdim": {"learning": "learned", "values": "Gaussian"},
           "factored": {"learning": "learned", "values": "Gaussian", "lift": "projection"},
-          "projected": {"learning": "fixed", "lift": "projection"},
+          "projected": {"learning": "fixed", "values": "pm1", "lift": "projection"},
+          "alone": {"learning": "fixed", "values": "pm1", "lift": "network"},
           "binary": {"learning": "fixed"},
           "gf2": {"learning": "fixed", "recoding": "A c + b"},
           "random": {"learning": "fixed", "values": "Gaussian"},
           "sinusoid": {"learning": "fixed", "values": "sinusoid"}}
-MATCHED = "0.02"  # what --code_scale=matched is: the standard deviation of a table's first rows
+MATCHED = "0.02"  # what --code_scale=matched is: the root mean square of a table's first rows
 
 
 def said(config):
@@ -45,9 +47,10 @@ def said(config):
     values = {field: tidy(field, config.get(field, silent)) for field, silent in usual.items()}
     if "vocab_size" in config and values["code_width"] == str(min_bits(config["vocab_size"])):
         values["code_width"] = "0"  # as many numbers as without the flag
-    if name in DRAWN or (name == "binary" and values["code_width"] != "0"):
+    is_wide = values["code_width"] != "0"
+    if name in DRAWN or (name in DRAWN_IF_WIDE and is_wide):
         usual["code_seed"] = None
-    elif name in (*UNDRAWN, "binary"):
+    elif name in UNDRAWN or name in DRAWN_IF_WIDE:
         values["code_seed"] = "None"
     found = {}
     for field, value in values.items():
@@ -77,13 +80,10 @@ def places(config):
         return {"input": name} | usual
     found = {"lift": usual["lift"], "code_offset": usual["code_offset"],
              "table_free": usual["table_free"], "code_seed": told.get("code_seed"),
-             "width": find_width(config, told)}
-    scale = usual["code_scale"]
-    if PLACES[name]["learning"] == "learned" or name == "projected":
-        scale = usual["input_std"]
+             "inner_width": told.get("inner_width"), "width": find_width(config, told),
+             "values": usual["code_values"]}
+    scale = usual["code_scale"] if name in FIXED else usual["input_std"]
     found["scale"] = float(MATCHED if scale == "matched" else scale)
-    if name in ("binary", "gf2"):
-        found["values"] = usual["code_values"]
     found = {axis: place for axis, place in found.items() if place is not None}
     return OWN | found | PLACES[name]
 

@@ -145,11 +145,11 @@ def choice_cell(choice):
 
 def describe_choice(result):
     """Return what the choice by --best_over was made on."""
-    names = ", ".join(result["best_over"])
-    return (f"Best {names}: of each interface the one with the lowest final loss on the "
-            f"{result['experiment'].get('eval_windows', '')} validation windows, averaged over the "
-            "seeds that all of its values share; the held-out documents had no part in it. Beyond "
-            "the smallest or largest tried there may be a better one.")
+    names, n = ", ".join(result["best_over"]), result["experiment"].get("eval_windows")
+    windows = f"{n} validation windows" if n else "validation windows"
+    return (f"Best {names}: of each interface the one with the lowest final loss on the {windows}, "
+            "averaged over the seeds that all of its values share; the held-out loss had no part "
+            "in it. Beyond the smallest or largest tried there may be a better one.")
 
 
 def describe_effects(effects, by, markdown):
@@ -166,10 +166,10 @@ def describe_effects(effects, by, markdown):
     return "\n\n".join([
         format_table(header, rows, markdown, left=3),
         "Pairs of interfaces that differ in one thing: whether an id's numbers are fixed or "
-        "learned, how many they are (width), their standard deviation or factor at the start "
-        "(scale: bits of 0 and 1 have half the mean square of -1 and 1), what they are (values), "
-        "or a setting of one interface. Paired by seed and intervals as above; not corrected for "
-        "the number of rows."])
+        "learned, how many they are (width), their root mean square at the start (scale; of bits "
+        "of 0 and 1 the factor, with half the mean square of -1 and 1), what they are (values), "
+        "how they become the model's width (lift), or a setting of one interface. Paired by seed, "
+        "with intervals as above, not corrected for the number of rows."])
 
 
 def size_row(group):
