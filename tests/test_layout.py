@@ -16,7 +16,8 @@ TORCH_FREE = ("codes", "prepare", "compare", "machinery.files", "machinery.sourc
               "machinery.sweep", "machinery.statistics", "machinery.figures", "machinery.twin",
               "machinery.downloads", "machinery.checks", "machinery.progress", "machinery.joining",
               "machinery.errors", "machinery.signals", "machinery.tables", "machinery.results",
-              "machinery.arguments")
+              "machinery.arguments", "machinery.labels", "machinery.choices", "machinery.effects",
+              "machinery.looks", "machinery.pareto")
 CORE_LINES, LONGEST_FILE, LONGEST_ROOM, LONGEST_FUNCTION, LONGEST_MAIN = 2100, 500, 330, 60, 80
 
 
