@@ -159,7 +159,7 @@ def draw_runs(result, out):
 def make_figures(result):
     """Return {name: figure} of compare_runs' result."""
     short = name_shortly(result["groups"])
-    groups = [g | {key: short(g[key]) for key in ("name", "label")} for g in result["groups"]]
+    groups = [g | {"name": short(g["name"]), "label": short(g["label"])} for g in result["groups"]]
     base, by, styles = short(result["baseline"]), result["by"], line_styles(groups)
     ranked = sorted(groups, key=lambda g: -g["loss"])
     others = [g for g in ranked if g["label"] != base]
@@ -169,7 +169,7 @@ def make_figures(result):
     if others:
         figures["differences"] = draw_differences(others, styles, base)
         figures["gap"] = draw_gap(others, styles, base, by)
-    if len(sized) > 1 and not by:
+    if any(g["parameters"]["input"] for g in sized) and len(sized) > 1 and not by:
         colours = {g["name"]: styles[g["name"]]["color"] for g in sized}
         figures["pareto"] = draw_pareto(sized, colours, best_table(ranked, base))
     if result["best_over"] and can_be_an_axis(ranked):

@@ -8,7 +8,7 @@ in the best place around their mark.
 import numpy as np
 
 SIZE = 8.3, 6.2  # inches; 830 pixels wide
-EDGES = dict(left=0.075, right=0.99, bottom=0.105, top=0.945, wspace=0.025)
+EDGES = dict(left=0.075, right=0.99, bottom=0.1, top=0.945, wspace=0.025)
 SMALL = 8.5  # points
 LANE, LANES = 0.045, 4  # of the left panel's width: marks beside each other
 SHARE = 2.2  # how much wider than the left panel the right one is
@@ -31,7 +31,8 @@ def draw_pareto(groups, colours, base):
     FigureCanvasAgg(figure)
     free = sorted((g for g in groups if not g["parameters"]["input"]), key=lambda g: g["loss"])
     paid = sorted((g for g in groups if g["parameters"]["input"]), key=lambda g: g["loss"])
-    left, right = figure.subplots(1, 2, sharey=True, width_ratios=(1, SHARE), gridspec_kw=EDGES)
+    left, right = figure.subplots(1, 2, sharey=True, gridspec_kw=EDGES,
+                                  width_ratios=(1 if free else 0.15, SHARE))
     for axis in (left, right):
         axis.axhline(base["loss"], color=INK, linewidth=1, linestyle=(0, (5, 2)), zorder=1)
     lanes = spread_marks(free)
@@ -43,7 +44,7 @@ def draw_pareto(groups, colours, base):
     draw_frontier(right, free, paid)
     left.set_title(f"Mean (dot) and seeds (ticks). Dashed: {base['name']}. Grey: the lowest loss "
                    "with so many values or fewer")
-    figure.supxlabel("trainable input values", fontsize=9.5, y=0.025)
+    figure.supxlabel("trainable input values", fontsize=9.5, y=0.022)
     figure.draw_without_rendering()
     name_column(left, free, lanes)
     name_around(right, paid, base)
@@ -110,9 +111,11 @@ def name_column(axis, groups, lanes):
     if not groups:
         return
     marks = axis.transData.transform([(lane, g["loss"]) for lane, g in zip(lanes, groups)])
-    steps = measure(axis, "binary")[1] * np.arange(len(groups))
-    # The least squares of moves that keep the order and the distance.
-    middles = isotonic_regression(marks[:, 1] - steps).x + steps
+    height, bounds = measure(axis, "binary")[1], axis.get_window_extent()
+    steps = height * np.arange(len(groups))
+    # The least squares of moves that keep the order and the distance; then none is outside.
+    moved = isotonic_regression(marks[:, 1] - steps).x
+    middles = moved.clip(bounds.y0 + height / 2, bounds.y1 - height / 2 - steps[-1]) + steps
     end = marks[:, 0].max() + 24
     for g, mark, middle in zip(groups, marks, middles):
         lead(axis, mark + (7, 0), (end - 3, middle))
@@ -179,6 +182,6 @@ def lead(axis, start, end):
 
 def write_name(axis, text, place):
     """Write a name at a place, its left end and middle, in pixels; lines pass behind it."""
+    from matplotlib.patheffects import withStroke
     axis.text(*axis.transData.inverted().transform(place), text, fontsize=SMALL, color=INK,
-              va="center", ha="left",
-              bbox=dict(facecolor="white", edgecolor="none", alpha=0.75, pad=0.6))
+              va="center", ha="left", path_effects=[withStroke(linewidth=3, foreground="white")])

@@ -25,10 +25,16 @@ def read_json(path):
 
 def read_comparison(path):
     """Return a comparison of runs, as compare.py wrote it; None if the file holds something else.
+
+    Raises ValueError for one without a group.
     """
     values = read_json(path)
-    is_one = isinstance(values, dict) and values.get("kind") == COMPARISON
-    return values if is_one else None
+    if not (isinstance(values, dict) and values.get("kind") == COMPARISON):
+        return None
+    if not values.get("groups"):
+        raise ValueError(f"{path}: a comparison of no runs; expected comparison.json as compare.py "
+                         "writes it")
+    return values
 
 
 def read_scores(path):
