@@ -38,7 +38,7 @@ from pathlib import Path
 
 import numpy as np
 
-from machinery.choices import choose_runs, list_runs
+from machinery.choices import DECIMALS, choose_runs, list_runs
 from machinery.effects import find_effects, subtract
 from machinery.errors import explained, one_line
 from machinery.figures import draw_runs, make_figures
@@ -52,7 +52,7 @@ from machinery.results import (
     read_run,
     read_scores,
 )
-from machinery.runs import FREE_ON_RESUME
+from machinery.runs import ADDED, FREE_ON_RESUME
 from machinery.statistics import LEVEL, holm, mcnemar, paired_subsets, student_interval
 from machinery.tables import ACCURACIES, describe_runs, describe_scores, to_json, to_lines
 
@@ -83,8 +83,7 @@ PUBLISHED = {
 # but for what changes the curves. All other fields are the experiment.
 FREE = {"input", "seed", *LABELS, "initial_body_sha256", "parameters", "code_report",
         *FREE_ON_RESUME} - {"max_targets", "eval_windows"}
-DECIMALS = 5  # of a curve in comparison.json: more than a figure shows
-DIGITS = 6  # of the code reports there
+DIGITS = 6  # of code reports in comparison.json
 
 
 # --- Scores
@@ -436,7 +435,9 @@ def check_fields(parser, args):
     asked += [("--best_over", name) for name in args.best_over]
     if not asked or not config.exists():
         return
-    fields = [key for key, value in read_json(config).items() if np.isscalar(value)]
+    with explained(config, "expected what train.py writes"):
+        there = ADDED | read_json(config)
+    fields = [key for key, value in there.items() if np.isscalar(value)]
     for flag, name in asked:
         if name not in fields:
             close = difflib.get_close_matches(name, fields)

@@ -7,7 +7,7 @@ import numpy as np
 
 from machinery.results import add_score, check_finished, read_heldout
 
-DECIMALS = 5  # of single losses, as a figure shows them
+DECIMALS = 5  # of losses in comparison.json that figures alone show
 
 
 def group_runs(runs, by, fields):
@@ -84,8 +84,8 @@ def check_scored(runs):
     found = [read_heldout(run) for run in runs]
     missing = [run["path"] for run in found if run["scored"] != run["trained"]]
     if missing:
-        raise ValueError(f"{len(missing)} of the {len(runs)} chosen runs have no held-out score; "
-                         f"type python evaluate.py score {' '.join(missing)}")
+        raise ValueError(f"{len(missing)} of the {len(runs)} chosen runs have no held-out score of "
+                         f"their last step; type python evaluate.py score {' '.join(missing)}")
 
 
 def choose_runs(runs, by, best_over):

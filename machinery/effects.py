@@ -31,24 +31,26 @@ def find_effects(groups, resamples):
         groups: {(by, label): {seed: run}}.
     Keys: axis, values (on it), from and to (labels), by, seeds, and subtract's: to minus from.
     """
-    effects = []
-    for (first, a), (second, b) in itertools.combinations(groups.items(), 2):
-        seeds = sorted(set(a) & set(b))
-        places = [next(iter(runs.values()))["places"] for runs in (a, b)]
-        axes = differing(*places)
-        if first[0] != second[0] or not seeds or axes is None or len(axes) != 1:
+    effects, sides = [], []
+    for (by, label), runs in groups.items():
+        one = next(iter(runs.values()))
+        sides.append({"by": by, "label": label, "runs": runs, "places": one["places"]})
+    for a, b in itertools.combinations(sides, 2):
+        axes = differing(a["places"], b["places"])
+        seeds = sorted(set(a["runs"]) & set(b["runs"]))
+        if a["by"] != b["by"] or not seeds or axes is None or len(axes) != 1:
             continue
-        ends = [(rank(axes[0], place[axes[0]]), place[axes[0]], name, runs)
-                for place, (_, name), runs in zip(places, (first, second), (a, b))]
-        (*_, low, start, base), (*_, high, end, runs) = sorted(ends, key=lambda end: end[0])
-        effects.append({"axis": axes[0], "values": [low, high], "from": start, "to": end,
-                        "by": first[0], "seeds": seeds,
-                        **subtract({seed: runs[seed] for seed in seeds}, base, resamples)})
-    return sorted(effects, key=order)
+        axis = axes[0]
+        start, end = sorted((a, b), key=lambda side: rank(axis, side["places"][axis]))
+        runs = {seed: end["runs"][seed] for seed in seeds}
+        effects.append({"axis": axis, "values": [start["places"][axis], end["places"][axis]],
+                        "from": start["label"], "to": end["label"], "by": a["by"], "seeds": seeds,
+                        **subtract(runs, start["runs"], resamples)})
+    return sorted(effects, key=place_in_table)
 
 
-def order(effect):
-    """Return where an effect is in the table: by its axis, then by its values."""
+def place_in_table(effect):
+    """Return what effects are sorted by: the axis, then the values on it."""
     axis, known = effect["axis"], list(AXES)
     number = known.index(axis) if axis in known else len(known)
     return number, axis, [rank(axis, value) for value in effect["values"]]

@@ -13,6 +13,7 @@ from test_compare import ends
 from test_compare_runs import ROOT, code_report, edit, png_size, write_run
 
 import compare
+import model
 from machinery import figures, labels
 from machinery.tables import to_lines
 
@@ -86,6 +87,27 @@ def test_a_sweep_over_many_axes_gets_as_many_labels():
     runs = [dict(zip(axes, values), vocab_size=3072, n_embd=192)
             for values in itertools.product(*axes.values())]
     assert len({labels.label(run) for run in runs}) == len(runs) == 96
+
+
+def test_every_field_of_an_input_makes_a_label():
+    """Another one would be taken for another experiment, or two runs for one."""
+    assert set(model.ONLY_FOR) | {"code_seed"} <= set(labels.LABELS)
+    for field, (_, usual) in labels.LABELS.items():
+        if usual is not None:
+            assert str(getattr(model.ModelConfig, field)) == usual
+    assert float(labels.MATCHED) == model.INIT_STD
+
+
+def test_a_field_that_older_runs_lack_can_be_named(tmp_path, monkeypatch, capsys):
+    paths = [write(tmp_path, name, 1, 4.0, 4.0, input=name) for name in ("learned", "binary")]
+    result = compare.compare_runs(paths, by="code_width")
+    assert [g["by"] for g in result["groups"]] == [0, 0]
+    assert ends(monkeypatch, capsys, *paths, "--by=code_width", f"--out={tmp_path}/c") == 0
+    (paths[0] / "config.json").write_text("[1, 2]")
+    capsys.readouterr()
+    assert ends(monkeypatch, capsys, *paths, "--by=code_width", f"--out={tmp_path}/c") == 1
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "learned/config.json" in said
 
 
 # --- the best value of a field
