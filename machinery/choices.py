@@ -40,9 +40,9 @@ def choose(tried, fields, name):
     The least mean of the final validation loss over the seeds that all values share; the smaller
     value where two are equal.
 
-    Keys: value (of each field), shared (seeds), edge (smallest, largest or only of those tried by
-    the first field; empty for none), tried (a dict for each value: value, seeds, losses, and loss,
-    the mean over the shared seeds; None where it is not finite).
+    Keys: value (of each field), shared (seeds), edge (smallest or largest of those tried, by the
+    first field; empty for neither), tried (a dict for each value: value, seeds, losses, and loss,
+    the mean over the shared seeds; infinity where one is not finite).
     Raises ValueError if they share no seed, or no value has finite losses.
     """
     flag, values = f"--best_over={','.join(fields)}", sorted(tried)
@@ -66,10 +66,8 @@ def choose(tried, fields, name):
 
 
 def find_edge(best, values):
-    """Return whether the best is the smallest, largest or only one of the sorted values."""
-    if len(values) == 1:
-        return "only"
-    if isinstance(best, str) or best not in (values[0], values[-1]):
+    """Return whether the best of several sorted values is the smallest or largest; else nothing."""
+    if len(values) == 1 or isinstance(best, str) or best not in (values[0], values[-1]):
         return ""
     return "smallest" if best == values[0] else "largest"
 

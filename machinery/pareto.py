@@ -5,6 +5,8 @@ trainable values stand in a column, in order and as near to their marks as that 
 in the best place around their mark.
 """
 
+import itertools
+
 import numpy as np
 
 SIZE = 8.3, 6.2  # inches; 830 pixels wide
@@ -41,13 +43,13 @@ def draw_pareto(groups, colours, base):
     for g in paid:
         draw_mark(right, g["parameters"]["input"], g, colours[g["name"]])
     set_axes(left, right, paid)
-    draw_frontier(right, free, paid)
+    corners = draw_frontier(right, free, paid)
     left.set_title(f"Mean (dot) and seeds (ticks). Dashed: {base['name']}. Grey: the lowest loss "
                    "with so many values or fewer")
     figure.supxlabel("trainable input values", fontsize=9.5, y=0.022)
     figure.draw_without_rendering()
     name_column(left, free, lanes)
-    name_around(right, paid, base)
+    name_around(right, paid, base, corners)
     return figure
 
 
@@ -94,15 +96,18 @@ def set_axes(left, right, paid):
 
 
 def draw_frontier(axis, free, paid):
-    """Draw the lowest loss that so many trainable values or fewer give, as steps."""
+    """Draw the lowest loss that so many trainable values or fewer give, as steps; return their
+    corners."""
     start, end = axis.get_xlim()
-    steps = [(start, g["loss"]) for g in free[:1]]
+    corners = [(start, g["loss"]) for g in free[:1]]
     for g in sorted(paid, key=lambda g: g["parameters"]["input"]):
-        if not steps or g["loss"] < steps[-1][1]:
-            steps.append((g["parameters"]["input"], g["loss"]))
-    if steps:
-        xs, ys = zip(*steps, (end, steps[-1][1]))
-        axis.step(xs, ys, where="post", color=GREY, linewidth=2.5, zorder=0.5)
+        x, lowest = g["parameters"]["input"], corners[-1][1] if corners else np.inf
+        if g["loss"] < lowest:
+            corners += [(x, lowest)] if corners else []
+            corners.append((x, g["loss"]))
+    corners.append((end, corners[-1][1]))
+    axis.plot(*zip(*corners), color=GREY, linewidth=2.5, zorder=0.5)
+    return corners
 
 
 def name_column(axis, groups, lanes):
@@ -122,11 +127,14 @@ def name_column(axis, groups, lanes):
         write_name(axis, g["name"], (end, middle))
 
 
-def name_around(axis, groups, base):
-    """Name marks in the best of the places around them."""
+def name_around(axis, groups, base, corners):
+    """Name marks in the best of the places around them, off the lines as far as may be."""
     bounds = axis.get_window_extent()
     across = axis.transData.transform((1, base["loss"]))[1]
     taken = [(bounds.x0, across - 1, bounds.x1, across + 1)]
+    for ends in itertools.pairwise(axis.transData.transform(corners)):
+        low, high = np.min(ends, axis=0) - 1.5, np.max(ends, axis=0) + 1.5
+        taken.append((*low, *high))
     for g in groups:
         ends = [(g["parameters"]["input"], loss) for loss in (min(g["losses"]), max(g["losses"]))]
         (x, low), (_, high) = axis.transData.transform(ends)

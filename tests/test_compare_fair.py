@@ -228,13 +228,13 @@ def test_values_that_share_no_seed_are_refused(tmp_path):
 
 
 def test_what_diverged_is_never_chosen(tuned, tmp_path, monkeypatch, capsys):
-    paths = [*tuned, write(tmp_path, "l8", 1, math.nan, max_lr=8e-3)]
+    paths = [*tuned, write(tmp_path, "l0", 1, math.nan, max_lr=5e-4)]
     text_of(monkeypatch, capsys, *paths, "--best_over=max_lr", f"--out={tmp_path}/c")
     text = (tmp_path / "c/comparison.json").read_text()
     learned = json.loads(text)["groups"][0]
     assert learned["choice"]["value"] == [0.002] and learned["choice"]["edge"] == ""
-    assert learned["choice"]["tried"][-1] == {"value": [0.008], "seeds": [1], "loss": None,
-                                              "losses": [None]}
+    assert learned["choice"]["tried"][0] == {"value": [0.0005], "seeds": [1], "loss": None,
+                                             "losses": [None]}
     assert "NaN" not in text and "Infinity" not in text
     alone = [write(tmp_path, "d", 1, math.inf, max_lr=1e-3)]
     with pytest.raises(ValueError, match="learned has no finite validation loss with any of 0.001"):
@@ -253,6 +253,8 @@ def test_fields_that_follow_are_named_and_pairs_that_occur_are_tried(tmp_path):
     assert (choice["value"], choice["edge"]) == ([2e-3, 2e-4], "largest")
     assert [row["value"] for row in choice["tried"]] == [[1e-3, 1e-4], [2e-3, 1e-4], [2e-3, 2e-4]]
     assert "0.002/0.0002, the largest of 3 tried" in compare.describe_runs(found, False)
+    found = compare.compare_runs(paths[1:], best_over=["max_lr", "min_lr"])  # of one max_lr
+    assert "0.002/0.0002 of 2 tried" in compare.describe_runs(found, False)
 
 
 def test_each_value_of_by_has_its_own_best(tmp_path):
@@ -462,8 +464,9 @@ def test_every_mark_is_where_it_belongs(tmp_path):
     assert sorted(np.concatenate(marks[zero, "o"])[:, 1]) == pytest.approx([4.6, 4.7])
     ticks = sorted(np.concatenate(marks[right, "_"])[:, 1])
     assert ticks == pytest.approx([3.7, 3.9, 4.0, 4.2, 4.3, 4.5])
-    steps = [line for line in right.lines if line.get_drawstyle() == "steps-post"]
-    assert steps[0].get_ydata() == pytest.approx([4.6, 4.4, 3.8, 3.8])
+    steps = next(line for line in right.lines if len(line.get_xdata()) == 6)
+    assert steps.get_ydata() == pytest.approx([4.6, 4.6, 4.4, 4.4, 3.8, 3.8])
+    assert steps.get_xdata()[1:5].tolist() == [36_864, 36_864, 589_824, 589_824]
     names = {text.get_text() for axis in figure.axes for text in axis.texts}
     assert names == {"learned", "learned std 1", "lowdim", "binary", "gf2"}
 
