@@ -87,6 +87,7 @@ def draw_gap(groups, styles, base, by):
 
 def draw_gap_against(axis, groups, styles, base, by):
     """Draw the final difference of each label against the value of the field `by`."""
+    from matplotlib.ticker import EngFormatter
     labels = list(dict.fromkeys(g["label"] for g in groups))
     for label in labels:
         mine = sorted((g for g in groups if g["label"] == label), key=lambda g: g["by"])
@@ -94,8 +95,12 @@ def draw_gap_against(axis, groups, styles, base, by):
         axis.errorbar([g["by"] for g in mine], [g["difference"] for g in mine],
                       [g["seed_interval"] or 0 for g in mine], label=label, marker="o", capsize=4,
                       color=style["color"], linestyle=style["linestyle"])
-    axis.set(xlabel=by, xticks=sorted({g["by"] for g in groups}),
-             ylabel=f"held-out loss minus {base} (nats)",
+    values = sorted({g["by"] for g in groups})
+    if isinstance(values[-1], int) and values[-1] >= 10_000:  # as --by=max_targets
+        axis.set_xscale("log")
+        axis.xaxis.set_major_formatter(EngFormatter(sep=""))
+        axis.set_xticks([], minor=True)
+    axis.set(xlabel=by, xticks=values, ylabel=f"held-out loss minus {base} (nats)",
              title=f"Final gap, {LEVEL:.0%} interval over seeds")
     if len(labels) > 1:
         axis.legend()

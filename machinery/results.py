@@ -93,6 +93,9 @@ def read_run(path, chosen_over=()):
     config, rows = read_json(path / "config.json"), read_json(path / "log.jsonl")
     with explained(path, "expected what train.py writes"):
         config = ADDED | config
+        steps = -(-config["max_targets"] // config["tokens_per_step"])
+        if config.get("decay_steps") == max(steps, config.get("warmup_steps", 0)):
+            config["decay_steps"] = 0  # as the flag has it: at the last one, how many there may be
         for key in ("seed", "initial_body_sha256", "data_fingerprint"):
             config[key]
         told = {key: value for key, value in config.items() if key not in chosen_over}

@@ -110,6 +110,27 @@ def test_a_field_that_older_runs_lack_can_be_named(tmp_path, monkeypatch, capsys
     assert said.count("\n") == 1 and "learned/config.json" in said
 
 
+def test_budgets_can_be_compared_where_the_learning_rate_ends_with_them(tmp_path):
+    """config.json has decay_steps as the update that it came to."""
+    paths = []
+    for name, cost in (("learned", 0.0), ("binary", 0.5)):
+        for targets, steps in ((40_960, 10), (20_480, 5)):
+            path = write(tmp_path, f"{name}-{targets}", 1, 4.0, 4.0 + cost, input=name,
+                         max_targets=targets, warmup_steps=2, decay_steps=steps)
+            log = path / "log.jsonl"
+            log.write_text("".join(log.read_text().splitlines(keepends=True)[:2 * steps + 1]))
+            edit(path / "heldout-00000010.json", step=steps)
+            paths.append(path)
+    result = compare.compare_runs(paths, by="max_targets")
+    assert [(g["by"], g["difference"]) for g in result["groups"][2:]] == [(20_480, 0.5),
+                                                                         (40_960, 0.5)]
+    axis = figures.make_figures(result)["gap"].axes[1]
+    assert axis.get_xscale() == "log" and list(axis.get_xticks()) == [20_480, 40_960]
+    edit(paths[1] / "config.json", decay_steps=4)
+    with pytest.raises(ValueError, match="decay_steps 0 / 4"):
+        compare.compare_runs(paths, by="max_targets")
+
+
 # --- the best value of a field
 
 def tuned_runs(tmp_path):
