@@ -2,6 +2,7 @@
 the validation windows like best. The held-out documents have no part in the choice."""
 
 import math
+import shlex
 
 import numpy as np
 
@@ -83,7 +84,7 @@ def check_scored(runs):
     missing = [run["path"] for run in found if run["scored"] != run["trained"]]
     if missing:
         raise ValueError(f"{len(missing)} of the {len(runs)} chosen runs have no held-out score of "
-                         f"their last step; type python evaluate.py score {' '.join(missing)}")
+                         f"their last step; type python evaluate.py score {shlex.join(missing)}")
 
 
 def choose_runs(runs, by, best_over):

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import shlex
 import shutil
 import subprocess
 import sys
@@ -11,9 +12,12 @@ import numpy as np
 import pytest
 from test_compare import ends
 from test_compare_runs import ROOT, code_report, edit, png_size, write_run
+from training import TINY
 
 import compare
+import evaluate
 import model
+import train
 from machinery import figures, labels
 from machinery.tables import to_lines
 
@@ -326,6 +330,30 @@ def test_without_the_flag_nothing_is_chosen(tuned):
     assert "best" not in compare.describe_runs(result, False)
     with pytest.raises(ValueError, match="max_lr 0.002 / 0.004"):
         compare.compare_runs([tuned[1], tuned[6]])
+
+
+def test_real_runs_from_the_sweep_to_the_table(data_dir, tmp_path, monkeypatch, capsys):
+    """The command that is said scores what is missing, and no more."""
+    paths = [tmp_path / f"input={name},max_lr={lr}" for name in ("learned", "binary")
+             for lr in ("1e-3", "3e-3")]
+    for path in paths:
+        flags = [f"--{flag}" for flag in path.name.split(",")]
+        run = [f"--data={data_dir}", f"--out={path}", "--max_targets=5120", *flags]
+        monkeypatch.setattr(sys, "argv", ["train.py", *TINY, *run])
+        assert train.main() == 0
+    compare_them = [*paths, "--best_over=max_lr", f"--out={tmp_path}/c"]
+    assert ends(monkeypatch, capsys, *compare_them) == 1
+    words = shlex.split(capsys.readouterr().err.partition("type python ")[2])
+    assert words[:2] == ["evaluate.py", "score"] and len(words) == 4
+    monkeypatch.setattr(sys, "argv", words)
+    evaluate.main()
+    assert ends(monkeypatch, capsys, *compare_them) == 0
+    groups = json.loads((tmp_path / "c/comparison.json").read_text())["groups"]
+    for group in groups:
+        rows = {row["value"][0]: row["loss"] for row in group["choice"]["tried"]}
+        assert group["choice"]["value"] == [min(rows, key=rows.get)] and len(rows) == 2
+    assert sorted(group["runs"][0] for group in groups) == sorted(
+        word.rsplit("/")[-1] for word in words[2:])
 
 
 def test_the_curve_of_what_was_tried_is_drawn(tuned):
