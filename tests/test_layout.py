@@ -12,12 +12,13 @@ CORE = ("codes", "model", "prepare", "train", "evaluate")  # in a reader's order
 STAGES = ("prepare", "train", "evaluate", "compare")
 ROOMS = sorted(f"machinery.{path.stem}" for path in (ROOT / "machinery").glob("[!_]*.py"))
 TORCH_FREE = ("codes", "prepare", "compare", "machinery.files", "machinery.sources",
+              "machinery.labels", "machinery.choices", "machinery.effects", "machinery.looks",
+              "machinery.pareto",
               "machinery.tokenizer", "machinery.workers", "machinery.shards", "machinery.runs",
               "machinery.sweep", "machinery.statistics", "machinery.figures", "machinery.twin",
               "machinery.downloads", "machinery.checks", "machinery.progress", "machinery.joining",
               "machinery.errors", "machinery.signals", "machinery.tables", "machinery.results",
-              "machinery.arguments", "machinery.labels", "machinery.choices", "machinery.effects",
-              "machinery.looks", "machinery.pareto")
+              "machinery.arguments")
 CORE_LINES, LONGEST_FILE, LONGEST_ROOM, LONGEST_FUNCTION, LONGEST_MAIN = 2100, 500, 330, 60, 80
 
 
