@@ -184,6 +184,12 @@ def test_the_best_by_validation_loss_over_shared_seeds_is_reported_with_all_its_
     assert "max_lr" not in result["experiment"]
 
 
+def test_of_equal_values_the_smaller_is_taken(tmp_path):
+    paths = [write(tmp_path, f"{lr}", 1, 4.0, 4.0, max_lr=lr) for lr in (4e-3, 1e-3, 2e-3)]
+    found = compare.compare_runs(paths, best_over=["max_lr"])["groups"][0]["choice"]
+    assert (found["value"], found["edge"]) == ([0.001], "smallest")
+
+
 def test_a_lucky_seed_that_the_others_lack_does_not_choose(tuned, tmp_path):
     more = [write(tmp_path, "l4-s2", 2, 0.1, max_lr=4e-3)]
     found = compare.compare_runs(tuned + more, best_over=["max_lr"])["groups"][0]["choice"]
