@@ -169,7 +169,7 @@ def make_figures(result):
     ranked = sorted(groups, key=lambda g: -g["loss"])
     others = [g for g in ranked if g["label"] != base]
     coded = [g for g in groups if g["code_report"] and g["by"] == ranked[0]["by"]]
-    sized = [g for g in ranked if "input" in (g["parameters"] or {})]
+    sized = [g for g in ranked if g["parameters"]]
     figures = {"loss": draw_loss(ranked, styles)}
     if others:
         figures["differences"] = draw_differences(others, styles, base)
