@@ -486,6 +486,7 @@ def many(tmp_path_factory):
         n = values.get(setting["input"], 0) + number
         n = n if setting["input"] in values else 0
         level = 4 + 0.3 * rng.random()**2  # many close together
+        level = 4.1 + number / 500 if setting["input"] == "digits" else level
         for seed in (1, 2, 3):
             loss = level + 0.03 * rng.random()
             paths.append(write(folder, f"{number}-{seed}", seed, loss, loss,
