@@ -13,16 +13,20 @@ the paper does not do.
     runs     of each input interface, the difference to --baseline in held-out loss, two intervals
              seeds            Student's t over differences of single seeds: other weights, windows
              documents        by subsets of the documents, losses averaged over the seeds before
+             one thing        the same for each two interfaces that differ in one thing only: fixed
+                              or learned, how many numbers an id, their scale, their values
 
 Usage:
     python compare.py out/smoke-*                      runs: every interface against learned
     python compare.py out/depth-* --by=n_layer         the same at several depths
+    python compare.py out/lab/* --best_over=max_lr     each interface at its best learning rate
+    python compare.py out/comparison/comparison.json   tables and figures again, without the runs
     python compare.py A.json B.json --format=markdown --published=binary,gf2
 
 Reads run directories (config.json, log.jsonl, the newest heldout-STEP.json), or files that
-evaluate.py score --suite or --tasks wrote. Prints text, Markdown or JSON; of runs, writes
-comparison.md, comparison.json and figures to --out. Refuses models that did not see the same
-documents and prompts, and runs that differ in more than input and seed.
+evaluate.py score --suite or --tasks wrote, or one comparison.json. Prints text, Markdown or JSON;
+of runs, writes comparison.md, comparison.json and figures to --out. Refuses models that did not see
+the same documents and prompts, and runs that differ in more than input and seed.
 """
 
 import argparse
@@ -34,12 +38,23 @@ from pathlib import Path
 
 import numpy as np
 
-from machinery.errors import one_line
-from machinery.figures import draw_runs
-from machinery.results import LABELS, list_rows, read_json, read_run, read_scores
-from machinery.runs import FREE_ON_RESUME
+from machinery.choices import DECIMALS, choose_runs, list_runs
+from machinery.effects import find_effects, subtract
+from machinery.errors import explained, one_line
+from machinery.figures import draw_runs, make_figures
+from machinery.labels import LABELS, said
+from machinery.results import (
+    COMPARISON,
+    add_score,
+    list_rows,
+    read_comparison,
+    read_json,
+    read_run,
+    read_scores,
+)
+from machinery.runs import ADDED, FREE_ON_RESUME
 from machinery.statistics import LEVEL, holm, mcnemar, paired_subsets, student_interval
-from machinery.tables import ACCURACIES, describe_runs, describe_scores, to_json
+from machinery.tables import ACCURACIES, describe_runs, describe_scores, to_json, to_lines
 
 TESTED = (*ACCURACIES, "loglikelihood", "bits_per_byte")
 # The paper's own figures (its results section), as printed there: accuracies in percent. Not
@@ -68,6 +83,7 @@ PUBLISHED = {
 # but for what changes the curves. All other fields are the experiment.
 FREE = {"input", "seed", *LABELS, "initial_body_sha256", "parameters", "code_report",
         *FREE_ON_RESUME} - {"max_targets", "eval_windows"}
+DIGITS = 6  # of code reports in comparison.json
 
 
 # --- Scores
@@ -233,20 +249,38 @@ def compare_scores(paths, published=(), resamples=10_000):
 
 # --- Runs
 
-def check_comparable(runs, by):
-    """Raise ValueError, naming the fields, unless runs differ in input, seed and `by` only."""
+def check_experiment(runs, by, best_over):
+    """Raise ValueError, naming the fields, unless runs were trained alike but for input, seed, `by`
+    and the fields of best_over."""
     first, starts = runs[0], {}
+    asked = {"--by": [by] if by else [], "--best_over": best_over}
     for run in runs:
         a, b = first["config"], run["config"]
-        if by and b.get(by) is None:
-            raise ValueError(f"--by={by}: {run['path']} has no {by} in its config.json")
-        fields = sorted({*a, *b} - FREE - {by})
+        for flag, names in asked.items():
+            for name in names:
+                if b.get(name) is None:
+                    raise ValueError(f"{flag}={name}: {run['path']} has no {name} in its "
+                                     "config.json")
+        fields = sorted({*a, *b} - FREE - {by, *best_over})
         differing = [f"{key} {a.get(key)} / {b.get(key)}" for key in fields
                      if a.get(key) != b.get(key)]
-        start = starts.setdefault((b["seed"], b.get(by)), run)
+        values = [b[name] for name in best_over]
+        start = starts.setdefault((b["seed"], b.get(by), *values), run)
         if b["initial_body_sha256"] != start["config"]["initial_body_sha256"]:
             differing.append(f"initial_body_sha256 of seed {b['seed']} (the first is that of "
                              f"{start['path']})")
+        if differing:
+            also = "; name what follows from --best_over with it, as in --best_over=max_lr,min_lr"
+            raise ValueError(f"{first['path']} and {run['path']} are not the same experiment: "
+                             f"{'; '.join(differing)}{also if best_over else ''}")
+
+
+def check_documents(runs):
+    """Raise ValueError, naming what differs, unless runs were scored alike on one set of documents.
+    """
+    first = runs[0]
+    for run in runs:
+        differing = []
         for key in ("dtype", "max_length"):
             there, here = first["heldout"].get(key), run["heldout"].get(key)
             if there != here:
@@ -259,17 +293,9 @@ def check_comparable(runs, by):
                              f"{'; '.join(differing)}")
 
 
-def group_runs(runs, by):
-    """Return {(value of the field `by`, label): {seed: run}}. Raises ValueError for a run twice."""
-    groups = {}
-    for run in runs:
-        seed = run["config"]["seed"]
-        seeds = groups.setdefault((run["config"].get(by), run["label"]), {})
-        if seed in seeds:
-            raise ValueError(f"{seeds[seed]['path']} and {run['path']} are both {run['label']} of "
-                             f"seed {seed}; leave one out")
-        seeds[seed] = run
-    return groups
+def read_curve(run, points):
+    """Return a run's validation losses at so many targets each, for a figure."""
+    return np.round(np.array([run["curve"][point] for point in points], float), DECIMALS)
 
 
 def summarize(seeds, base, resamples):
@@ -277,46 +303,62 @@ def summarize(seeds, base, resamples):
     runs = list(seeds.values())
     pairs = [(seeds[seed], base[seed]) for seed in seeds if seed in base]
     losses = [run["heldout"]["loss"] for run in runs]
-    differences = [a["heldout"]["loss"] - b["heldout"]["loss"] for a, b in pairs]
     loss, loss_interval = student_interval(losses)
-    difference, seed_interval = student_interval(differences)
-    weights = runs[0]["documents"][:, 0]
-    nats = np.mean([a["documents"][:, 1] - b["documents"][:, 1] for a, b in pairs], axis=0)
     curves = [set(run["curve"]) for run in [*runs, *base.values()]]
     points = sorted(set.intersection(*curves))
     config = pairs[0][0]["config"]
     speeds = [run["targets_per_second"] for run in runs]
-    group = {"seeds": list(seeds), "runs": [run["path"] for run in runs],
-             "losses": losses, "differences": differences,
+    weights = [run["heldout"].get("weights_sha256") or "" for run in runs]
+    group = {"interface": {"input": config["input"]} | said(config),
+             "seeds": list(seeds), "runs": [Path(run["path"]).name for run in runs],
+             "weights_sha256": [sha256[:12] for sha256 in weights],
+             "losses": losses, **subtract(seeds, base, resamples),
              "bits_per_byte": np.mean([run["heldout"]["bits_per_byte"] for run in runs]).item(),
-             "document_interval": paired_subsets(nats, weights, resamples)[:2],
              "curve_targets": points, "curve_losses": [], "curve_differences": [],
              "targets_per_second": np.mean(speeds).item() if None not in speeds else None,
-             "parameters": config.get("parameters"), "code_report": config.get("code_report"),
-             "loss": loss, "loss_interval": loss_interval,
-             "difference": difference, "seed_interval": seed_interval}
+             "parameters": config.get("parameters"),
+             "code_report": shorten(config.get("code_report")),
+             "loss": loss, "loss_interval": loss_interval}
     for run in runs:
-        group["curve_losses"].append([run["curve"][t] for t in points])
+        group["curve_losses"].append(read_curve(run, points).tolist())
     for a, b in pairs:
-        group["curve_differences"].append([a["curve"][t] - b["curve"][t] for t in points])
+        gap = np.round(read_curve(a, points) - read_curve(b, points), DECIMALS)
+        group["curve_differences"].append(gap.tolist())
     return group
 
 
-def compare_runs(paths, baseline="learned", by=None, resamples=10_000):
+def shorten(report):
+    """Return a code report with as many digits as a figure shows."""
+    if isinstance(report, float):
+        return float(f"{report:.{DIGITS}g}")
+    if isinstance(report, list):
+        return [shorten(value) for value in report]
+    if isinstance(report, dict):
+        return {key: shorten(value) for key, value in report.items()}
+    return report
+
+
+def compare_runs(paths, baseline="learned", by=None, resamples=10_000, best_over=()):
     """Return the comparison of run directories: what comparison.json holds and the figures show.
 
     Args:
         baseline: the label that the others are compared with, seed by seed, at equal `by`.
         by: a field of config.json that may differ between the runs, such as n_layer.
-    Raises ValueError if runs are not the same experiment but for input, seed and `by`, or have
-    nothing to pair.
+        best_over: fields of config.json, such as max_lr, of which each interface has its best.
+    Raises ValueError if runs are not the same experiment but for input, seed, `by` and best_over,
+    or have nothing to pair.
     """
-    runs = [read_run(path) for path in paths]
-    check_comparable(runs, by)
-    groups = group_runs(runs, by)
-    weights = runs[0]["documents"][:, 0]
-    fixed = {key: value for key, value in runs[0]["config"].items() if key not in FREE | {by}}
-    result = {"baseline": baseline, "by": by, "level": LEVEL, "resamples": resamples,
+    runs = [read_run(path, best_over) for path in paths]
+    if not best_over:
+        runs = [add_score(run) for run in runs]
+    check_experiment(runs, by, best_over)
+    groups, choices = choose_runs(runs, by, best_over)
+    runs = list_runs(groups)
+    check_documents(runs)
+    weights, free = runs[0]["documents"][:, 0], FREE | {by, *best_over}
+    fixed = {key: value for key, value in runs[0]["config"].items() if key not in free}
+    result = {"kind": COMPARISON, "baseline": baseline, "by": by, "best_over": list(best_over),
+              "level": LEVEL, "resamples": resamples,
               "documents": len(weights), "targets": int(weights.sum()),
               "heldout_dtype": runs[0]["heldout"]["dtype"], "experiment": fixed, "groups": []}
     order = [baseline, *(name for _, name in groups)]  # the baseline gets black
@@ -330,20 +372,21 @@ def compare_runs(paths, baseline="learned", by=None, resamples=10_000):
                              f"{', '.join(there)}")
         full_name = f"{name}, {by} {value}" if by else name
         group = summarize(dict(sorted(seeds.items())), base, resamples)
-        result["groups"].append({"name": full_name, "label": name, "by": value, **group})
-    return result
+        result["groups"].append({"name": full_name, "label": name, "by": value, **group,
+                                 "choice": choices.get((value, name))})
+    return result | {"effects": find_effects(groups, resamples)}
 
 
 # --- The command
 
 def parse_args():
-    """Return the command line's settings."""
+    """Return the command line's settings; comparison is the one to draw again, None for none."""
     parser = argparse.ArgumentParser(
         description=__doc__, usage=argparse.SUPPRESS, allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter)
     flag = parser.add_argument
     flag("paths", nargs="+", metavar="RUN_OR_SCORES",
-         help="run directories, or .json files of evaluate.py score")
+         help="run directories, or .json files of evaluate.py score, or one comparison.json")
     flag("--format", choices=("text", "markdown", "json"), default="text",
          help="of the output (default: %(default)s)")
     flag("--resamples", type=int, default=10_000,
@@ -354,52 +397,91 @@ def parse_args():
          help="runs: label of the interface to compare with (default: %(default)s)")
     flag("--by", metavar="FIELD",
          help="runs: a field of config.json that may differ, such as n_layer")
+    flag("--best_over", metavar="FIELD,...", default="",
+         help="runs: take of each interface the runs with the best value of a field of "
+         "config.json, such as max_lr, by the final loss on the validation windows, over the "
+         "seeds that all values share; only these need a held-out score. Several fields, as "
+         "max_lr,min_lr: the best of their combinations that occur")
     flag("--out", default="out/comparison",
          help="runs: directory to write to (default: %(default)s)")
     args = parser.parse_args()
     args.paths, args.out = [os.path.expanduser(path) for path in args.paths], Path(args.out)
     args.out = args.out.expanduser()
+    args.best_over = [name for name in args.best_over.split(",") if name]
+    args.published = [name for name in args.published.split(",") if name]
     of_scores = [path for path in args.paths if path.endswith(".json")]
     if of_scores and len(of_scores) < len(args.paths):
         run = next(path for path in args.paths if path not in of_scores)
         parser.error(f"{of_scores[0]} holds scores, {run} does not: compare runs with runs and "
                      "scores with scores")
-    args.published = [name for name in args.published.split(",") if name]
     unknown = [name for name in args.published if name not in PUBLISHED]
     if unknown:
         parser.error(f"--published={unknown[0]}: expected some of {', '.join(PUBLISHED)}")
     if args.resamples < 100:
         parser.error(f"--resamples={args.resamples}: expected 100 or more")
-    config = Path(args.paths[0]) / "config.json"
-    if args.by and config.exists():
-        fields = [key for key, value in read_json(config).items() if np.isscalar(value)]
-        if args.by not in fields:
-            close = difflib.get_close_matches(args.by, fields)
-            advice = f"; did you mean {' or '.join(close)}?" if close else ", such as n_layer"
-            parser.error(f"--by={args.by}: expected a field of {config}{advice}")
+    check_fields(parser, args)
+    args.comparison = find_comparison(parser, args) if len(of_scores) == 1 else None
     return args
+
+
+def check_fields(parser, args):
+    """End in one line unless --by and --best_over name fields of the first run's config.json."""
+    config = Path(args.paths[0]) / "config.json"
+    taken = [name for name in args.best_over if name in ("input", "seed", args.by)]
+    if taken or len(set(args.best_over)) < len(args.best_over):
+        parser.error(f"--best_over={','.join(args.best_over)}: expected other fields than input, "
+                     "seed and that of --by, each once")
+    asked = [("--by", args.by)] if args.by else []
+    asked += [("--best_over", name) for name in args.best_over]
+    if not asked or not config.exists():
+        return
+    with explained(config, "expected what train.py writes"):
+        there = ADDED | read_json(config)
+    fields = [key for key, value in there.items() if np.isscalar(value)]
+    for flag, name in asked:
+        if name not in fields:
+            close = difflib.get_close_matches(name, fields)
+            advice = f"; did you mean {' or '.join(close)}?" if close else ", such as n_layer"
+            parser.error(f"{flag}={name}: expected a field of {config}{advice}")
+
+
+def find_comparison(parser, args):
+    """Return the comparison that the only file holds, None where it holds scores. Ends in one line
+    if flags ask for what its runs alone could tell."""
+    path = args.paths[0]
+    result = read_comparison(path)
+    for name in ("baseline", "by", "best_over", "resamples", "published") if result else ():
+        if getattr(args, name) not in (parser.get_default(name), []):
+            parser.error(f"--{name}: {path} is drawn as it was made; give --{name} with run "
+                         "directories")
+    if result:
+        # What is missing in a file that somebody has edited is told before anything is written.
+        with explained(path, "expected comparison.json as compare.py writes it"):
+            describe_runs(result, True)
+            make_figures(result)
+    return result
 
 
 def write_comparison(result, out):
     """Write comparison.json, comparison.md and the figures of compare_runs' result."""
     out.mkdir(parents=True, exist_ok=True)
     figures = "".join(f"\n![{name}]({name}.png)\n" for name in draw_runs(result, out))
-    (out / "comparison.json").write_text(to_json(result), encoding="utf-8")
+    (out / "comparison.json").write_text(to_lines(result), encoding="utf-8")
     (out / "comparison.md").write_text(describe_runs(result, True) + figures, encoding="utf-8")
     print(f"written to {out}", file=sys.stderr)
 
 
 def main():
     args = parse_args()
-    of_scores = args.paths[0].endswith(".json")
+    of_scores = args.paths[0].endswith(".json") and not args.comparison
+    describe = describe_scores if of_scores else describe_runs
+    if not of_scores and args.out.exists() and not args.out.is_dir():
+        raise ValueError(f"--out={args.out}: a file is there; name another directory")
     if of_scores:
-        describe = describe_scores
         result = compare_scores(args.paths, args.published, args.resamples)
     else:
-        describe = describe_runs
-        if args.out.exists() and not args.out.is_dir():
-            raise ValueError(f"--out={args.out}: a file is there; name another directory")
-        result = compare_runs(args.paths, args.baseline, args.by, args.resamples)
+        result = args.comparison or compare_runs(args.paths, args.baseline, args.by,
+                                                 args.resamples, args.best_over)
     if args.format == "json":
         print(to_json(result))
     else:

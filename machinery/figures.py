@@ -1,56 +1,23 @@
 """Figures of compare.py's runs: 8.3 inches wide, for a page 830 pixels wide."""
 
-import itertools
-import os
-
 import numpy as np
 
+from machinery.looks import (
+    STYLE,
+    import_matplotlib,
+    legend_size,
+    line_styles,
+    make_figure,
+    name_shortly,
+    set_log_axis,
+)
+from machinery.pareto import draw_pareto
 from machinery.statistics import LEVEL
 
-# Each kind of input has its colour in every figure: those that colour-blind eyes tell apart (Okabe
-# and Ito, 2008), then some of Tol's for kinds of a user's own. Dashes are for its variants, markers
-# for values of --by.
-COLOURS = {"learned": "#000000", "binary": "#0072B2", "gf2": "#D55E00", "lowdim": "#009E73",
-           "random": "#CC79A7", "tied": "#E69F00", "sinusoid": "#56B4E9"}
-SPARE_COLOURS = ("#777777", "#882255", "#332288", "#999933", "#117733")
-DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)), (0, (10, 3)),
-          (0, (6, 2, 1.5, 2, 1.5, 2)), (0, (1.5, 4)), (0, (12, 2, 4, 2)))
-MARKERS = ("", "o", "s", "^", "D", "v", "P", "X")
-STYLE = {"font.size": 9.5, "axes.titlesize": 10, "axes.titlelocation": "left",
-         "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3,
-         "axes.axisbelow": True, "legend.frameon": False, "legend.handlelength": 3,
-         "savefig.dpi": 200}
 CODE_PANELS = {"weight_histogram": ("bits set (Hamming weight)", "share of ids"),
                "bit_counts": ("bit", "share of ids that have it set"),
                "distance_histogram": ("Hamming distance", "share of pairs of ids"),
                "norms": ("squared norm of the input vector", "share of ids up to it")}
-
-
-def line_styles(groups):
-    """Return {name: how to draw it}: no two names alike."""
-    values = sorted({g["by"] for g in groups})
-    looks = label_looks({g["label"]: None for g in groups})
-    styles = {}
-    for g in groups:
-        marker = MARKERS[values.index(g["by"]) % len(MARKERS)]
-        styles[g["name"]] = {**looks[g["label"]], "marker": marker, "markersize": 4}
-    return styles
-
-
-def label_looks(labels):
-    """Return {label: its colour and dashes}, each once while there are any left."""
-    spare, colours = list(SPARE_COLOURS), dict(COLOURS)
-    looks, taken = {}, set()
-    for label in sorted(labels, key=len):  # the plainest variant is solid
-        kind = label.split()[0]
-        if kind not in colours:
-            colours[kind] = spare.pop(0) if spare else SPARE_COLOURS[0]
-        # A ninth variant takes a dash of a colour that no kind has.
-        choices = list(itertools.product((colours[kind], *spare), DASHES))
-        look = next((choice for choice in choices if choice not in taken), choices[0])
-        taken.add(look)
-        looks[label] = {"color": look[0], "linestyle": look[1]}
-    return looks
 
 
 def draw_curves(axis, groups, styles, key):
@@ -58,7 +25,7 @@ def draw_curves(axis, groups, styles, key):
     from matplotlib.ticker import EngFormatter
     for g in groups:
         seen = np.array(g["curve_targets"]) > 0  # the axis is logarithmic
-        targets, losses = np.array(g["curve_targets"])[seen], np.array(g[key])[:, seen]
+        targets, losses = np.array(g["curve_targets"])[seen], np.array(g[key], float)[:, seen]
         style = styles[g["name"]]
         axis.plot(targets, losses.mean(0), label=g["name"], markevery=max(1, len(targets) // 8),
                   **style)
@@ -68,18 +35,9 @@ def draw_curves(axis, groups, styles, key):
     set_log_axis(axis, EngFormatter(sep=""))  # 500k, 1M
 
 
-def set_log_axis(axis, formatter):
-    """Make x logarithmic, with so few numbers that they do not run together."""
-    from matplotlib.ticker import LogLocator, NullFormatter
-    axis.set_xscale("log")
-    axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axis.xaxis.set_major_formatter(formatter)
-    axis.xaxis.set_minor_formatter(NullFormatter())
-
-
 def draw_loss(groups, styles):
     """Return the figure of losses during training, the highest final loss first."""
-    figure, [[axis]] = make_figure(4.2)
+    figure, [[axis]] = make_figure(max(4.2, 1 + 0.2 * len(groups)))
     draw_curves(axis, groups, styles, "curve_losses")
     axis.set(ylabel="validation loss (nats per target)",
              title="Loss during training: mean and range of seeds")
@@ -92,7 +50,7 @@ def draw_loss(groups, styles):
 
 def draw_differences(groups, styles, base):
     """Return the figure with a row for each group: mean difference, seeds, and both intervals."""
-    figure, [[axis]] = make_figure(1.3 + 0.34 * len(groups))
+    figure, [[axis]] = make_figure(1.3 + (0.34 if len(groups) < 13 else 0.27) * len(groups))
     for y, g in enumerate(groups):
         colour = styles[g["name"]]["color"]
         if g["document_interval"][0] is not None:
@@ -114,11 +72,12 @@ def draw_differences(groups, styles, base):
 
 def draw_gap(groups, styles, base, by):
     """Return the figure of the gap to the baseline, in training and against `by` if that varies."""
-    figure, axes = make_figure(4.2, 1, 2 if by else 1)
+    columns, rows = legend_size(groups)
+    figure, axes = make_figure(3.7 + 0.2 * rows, 1, 2 if by else 1)
     draw_curves(axes[0, 0], groups, styles, "curve_differences")
     axes[0, 0].set(ylabel=f"validation loss minus {base} (nats)",
                    title="Gap in training: mean and range of seeds")
-    figure.legend(loc="outside lower center", ncols=3)
+    figure.legend(loc="outside lower center", ncols=columns)
     if by:
         draw_gap_against(axes[0, 1], groups, styles, base, by)
     for axis in axes.flat:
@@ -128,6 +87,7 @@ def draw_gap(groups, styles, base, by):
 
 def draw_gap_against(axis, groups, styles, base, by):
     """Draw the final difference of each label against the value of the field `by`."""
+    from matplotlib.ticker import EngFormatter
     labels = list(dict.fromkeys(g["label"] for g in groups))
     for label in labels:
         mine = sorted((g for g in groups if g["label"] == label), key=lambda g: g["by"])
@@ -135,16 +95,46 @@ def draw_gap_against(axis, groups, styles, base, by):
         axis.errorbar([g["by"] for g in mine], [g["difference"] for g in mine],
                       [g["seed_interval"] or 0 for g in mine], label=label, marker="o", capsize=4,
                       color=style["color"], linestyle=style["linestyle"])
-    axis.set(xlabel=by, xticks=sorted({g["by"] for g in groups}),
-             ylabel=f"held-out loss minus {base} (nats)",
+    values = sorted({g["by"] for g in groups})
+    if isinstance(values[-1], int) and values[-1] >= 10_000:  # as --by=max_targets
+        axis.set_xscale("log")
+        axis.xaxis.set_major_formatter(EngFormatter(sep=""))
+        axis.set_xticks([], minor=True)
+    axis.set(xlabel=by, xticks=values, ylabel=f"held-out loss minus {base} (nats)",
              title=f"Final gap, {LEVEL:.0%} interval over seeds")
     if len(labels) > 1:
         axis.legend()
 
 
+def draw_tuning(groups, styles, fields):
+    """Return the figure of what --best_over chose among: the loss on the validation windows against
+    the first of the fields, at the best values of the others."""
+    figure, [[axis]] = make_figure(max(4.2, 1 + 0.2 * len(groups)))
+    xs = set()
+    for g in groups:
+        curve, best = {}, g["choice"]["value"][0]
+        for row in g["choice"]["tried"]:
+            if row["loss"] is not None and np.isfinite(row["loss"]):
+                x = row["value"][0]
+                curve[x] = min(row["loss"], curve.get(x, np.inf))
+        style = styles[g["name"]] | {"marker": "."}
+        axis.plot(list(curve), list(curve.values()), label=g["name"], **style)
+        axis.plot(best, curve[best], "o", color=style["color"], markersize=8, fillstyle="none")
+        xs |= set(curve)
+    set_log_axis(axis, "{x:g}")
+    if len(xs) < 9:
+        axis.set_xticks(sorted(xs))
+        axis.set_xticks([], minor=True)
+    axis.set(xlabel=fields[0], ylabel="final validation loss (nats per target)",
+             title="Mean over seeds; circles: the best")
+    figure.legend(loc="outside right upper", alignment="left", title="interface")
+    return figure
+
+
 def draw_codes(groups, styles):
     """Return the figure of what fixed codes look like, by train.py's code_report: four panels."""
-    figure, axes = make_figure(5.6, 2, 2)
+    columns, rows = legend_size(groups)
+    figure, axes = make_figure(5.2 + 0.2 * rows, 2, 2)
     for g in groups:
         report, style = g["code_report"], styles[g["name"]] | {"marker": ""}
         for axis, key in zip(axes.flat, list(CODE_PANELS)[:3]):
@@ -158,27 +148,8 @@ def draw_codes(groups, styles):
         axis.set(xlabel=xlabel, ylabel=ylabel)
     axes.flat[1].set_ylim(0, 1)
     set_log_axis(axes.flat[3], "{x:g}")  # matched norms are a thousand times smaller
-    figure.legend(loc="outside lower center", ncols=3)
+    figure.legend(loc="outside lower center", ncols=columns)
     return figure
-
-
-def import_matplotlib():
-    """Return the package, whatever drawing window MPLBACKEND asks for: a notebook's may be missing
-    here, and none is needed to write a file."""
-    asked = os.environ.pop("MPLBACKEND", None)
-    try:
-        import matplotlib
-    finally:
-        if asked is not None:
-            os.environ["MPLBACKEND"] = asked
-    return matplotlib
-
-
-def make_figure(height, rows=1, columns=1):
-    """Return (figure, axes [rows, columns]), outside of pyplot and so of any window."""
-    from matplotlib.figure import Figure
-    figure = Figure(figsize=(8.3, height), layout="constrained")
-    return figure, figure.subplots(rows, columns, squeeze=False)
 
 
 def draw_runs(result, out):
@@ -192,14 +163,38 @@ def draw_runs(result, out):
 
 def make_figures(result):
     """Return {name: figure} of compare_runs' result."""
-    base, by, styles = result["baseline"], result["by"], line_styles(result["groups"])
-    ranked = sorted(result["groups"], key=lambda g: -g["loss"])
+    short = name_shortly(result["groups"])
+    groups = [g | {"name": short(g["name"]), "label": short(g["label"])} for g in result["groups"]]
+    base, by, styles = short(result["baseline"]), result["by"], line_styles(groups)
+    ranked = sorted(groups, key=lambda g: -g["loss"])
     others = [g for g in ranked if g["label"] != base]
-    coded = [g for g in result["groups"] if g["code_report"] and g["by"] == ranked[0]["by"]]
+    coded = [g for g in groups if g["code_report"] and g["by"] == ranked[0]["by"]]
+    sized = [g for g in ranked if g["parameters"]]
     figures = {"loss": draw_loss(ranked, styles)}
     if others:
         figures["differences"] = draw_differences(others, styles, base)
         figures["gap"] = draw_gap(others, styles, base, by)
+    if any(g["parameters"]["input"] for g in sized) and len(sized) > 1 and not by:
+        colours = {g["name"]: styles[g["name"]]["color"] for g in sized}
+        figures["pareto"] = draw_pareto(sized, colours, best_table(ranked, base))
+    if result["best_over"] and can_be_an_axis(ranked):
+        name = "lr" if result["best_over"][0] == "max_lr" else "best_over"
+        figures[name] = draw_tuning(ranked, styles, result["best_over"])
     if coded:
         figures["codes"] = draw_codes(coded, styles)
     return figures
+
+
+def best_table(groups, base):
+    """Return the learned table of the lowest loss; the baseline where there is none."""
+    tables = [g for g in groups if g["interface"]["input"] == "learned"]
+    tables = tables or [g for g in groups if g["label"] == base]
+    return min(tables, key=lambda g: g["loss"])
+
+
+def can_be_an_axis(groups):
+    """Return whether the values that --best_over tried are numbers above 0."""
+    values = []
+    for g in groups:
+        values += [row["value"][0] for row in g["choice"]["tried"]]
+    return all(isinstance(value, (int, float)) and value > 0 for value in values)

@@ -6,15 +6,11 @@ from pathlib import Path
 import numpy as np
 
 from machinery.errors import explained
-from machinery.runs import data_fingerprint
+from machinery.labels import label, places
+from machinery.runs import ADDED, data_fingerprint
 from machinery.shards import read_meta
 
-# The fields of config.json that describe an input beside its name, as a label says them, and what
-# goes without saying.
-LABELS = {"code_seed": ("code {}", None), "code_offset": ("offset {}", "0"),
-          "code_values": ("{}", "01"), "code_scale": ("scale {}", "1"), "lift": ("{}", "tile"),
-          "table_free": ("table-free", "False"), "code_width": ("width {}", "0"),
-          "input_std": ("std {:g}", "0.02")}
+COMPARISON = "comparison of training runs"  # what comparison.json says it is
 
 
 def read_json(path):
@@ -25,6 +21,20 @@ def read_json(path):
         if path.suffix == ".json":
             return json.loads(text)
         return [json.loads(line) for line in text.splitlines()]
+
+
+def read_comparison(path):
+    """Return a comparison of runs, as compare.py wrote it; None if the file holds something else.
+
+    Raises ValueError for one without a group.
+    """
+    values = read_json(path)
+    if not (isinstance(values, dict) and values.get("kind") == COMPARISON):
+        return None
+    if not values.get("groups"):
+        raise ValueError(f"{path}: a comparison of no runs; expected comparison.json as compare.py "
+                         "writes it")
+    return values
 
 
 def read_scores(path):
@@ -65,65 +75,83 @@ def list_rows(scores):
     return rows
 
 
-def label(config):
-    """Return the name of a run's input: binary, gf2 code 7 (its code_seed), binary pm1 ..."""
-    words = [config["input"]]
-    for field, (text, silent) in LABELS.items():
-        tossed = config["input"] in ("gf2", "random") or (config["input"] == "binary"
-                                                         and config.get("code_width"))
-        said = field != "code_seed" or tossed
-        if said and str(config.get(field, silent)) != str(silent):
-            words.append(text.format(config[field]))
-    return " ".join(words)
+def read_run(path, chosen_over=()):
+    """Return what training left in a run directory, as a dict.
 
-
-def read_run(path):
-    """Return a finished and scored run directory as a dict.
-
-    Keys: path, label, config, curve (targets -> loss on the fixed validation windows), heldout (its
-    held-out score), documents (float64 [n, 2]: targets and nats), targets_per_second (the median;
+    Keys: path, label, places (on the axes of labels.py), config, curve (targets -> loss on the
+    fixed validation windows), trained and left (targets), per_step, targets_per_second (the median;
     None if the log has no update).
-    Raises FileNotFoundError for a file that is not there, ValueError for a run that is not finished
-    and scored on its own data, or whose score is not finite.
+
+    Args:
+        chosen_over: fields of config.json that neither label nor places are to tell of.
+    Raises FileNotFoundError for a file that is not there, ValueError for what train.py does not
+    write.
     """
     path = Path(path)
     if not (path / "config.json").exists():
         raise FileNotFoundError(f"{path}: no config.json; name run directories that train.py wrote")
     config, rows = read_json(path / "config.json"), read_json(path / "log.jsonl")
+    with explained(path, "expected what train.py writes"):
+        config = ADDED | config
+        steps = -(-config["max_targets"] // config["tokens_per_step"])
+        if config.get("decay_steps") == max(steps, config.get("warmup_steps", 0)):
+            config["decay_steps"] = 0  # as the flag has it: at the last one, how many there may be
+        for key in ("seed", "initial_body_sha256", "data_fingerprint"):
+            config[key]
+        told = {key: value for key, value in config.items() if key not in chosen_over}
+        speeds = [row["targets_per_second"] for row in rows if "loss" in row]
+        trained = max(row["targets"] for row in rows)
+        return {"path": str(path), "label": label(told), "places": places(told), "config": config,
+                "curve": {row["targets"]: row["val_loss"] for row in rows if "val_loss" in row},
+                "trained": trained, "left": config["max_targets"] - trained,
+                "per_step": config["tokens_per_step"],
+                "targets_per_second": np.median(speeds).item() if speeds else None}
+
+
+def check_finished(run):
+    """Raise ValueError unless a run was trained to its end, and its loss evaluated there."""
+    most = run["config"]["max_targets"]
+    if run["left"] > 0 or run["trained"] not in run["curve"]:
+        raise ValueError(f"{run['path']}: {run['trained']:,} of {most:,} targets trained and "
+                         f"{max(run['curve'], default=0):,} at its last validation loss; finish it "
+                         "with train.py --resume, or leave it out")
+
+
+def read_heldout(run):
+    """Return a run with heldout (its newest held-out score, one of nothing where there is none),
+    documents (float64 [n, 2]: targets and nats), scored (the targets trained then) and finite."""
     # Names of scores of other data end in -dataSHA256; that of none but the usual settings is last.
-    scores = [file for file in sorted(path.glob("heldout-*.json")) if "-data" not in file.name]
+    scores = [file for file in sorted(Path(run["path"]).glob("heldout-*.json"))
+              if "-data" not in file.name]
     heldout = read_json(scores[-1]) if scores else {"step": 0, "documents": [], "loss": 0,
                                                     "bits_per_byte": 0, "dtype": ""}
-    again = f"python evaluate.py score {path}"
-    with explained(path, "expected what train.py and evaluate.py score write"):
-        run = gather(path, config, rows, heldout)
-        done, scored = max(row["targets"] for row in rows), heldout["step"] * run["per_step"]
-        left = config["max_targets"] - done
+    with explained(run["path"], "expected what evaluate.py score writes"):
+        documents = [[d["targets"], d["nats"]] for d in heldout["documents"]]
+        documents = np.array(documents, float).reshape(-1, 2)
+        for key in ("data", "dtype") if heldout["documents"] else ():
+            heldout[key]
         figures = np.array([heldout["loss"], heldout["bits_per_byte"]], float)
-        finite = np.isfinite(figures).all() and np.isfinite(run["documents"]).all()
-    if left > 0 or scored != done:
-        raise ValueError(f"{path}: {done:,} of {config['max_targets']:,} targets trained, "
-                         f"{scored:,} at its held-out score; finish it with train.py --resume, "
-                         f"and score it with {again}")
-    if not finite:
-        raise ValueError(f"{path}: its held-out score is not finite; leave this run out")
+        return run | {"heldout": heldout, "documents": documents,
+                      "scored": heldout["step"] * run["per_step"],
+                      "finite": np.isfinite(figures).all() and np.isfinite(documents).all()}
+
+
+def add_score(run):
+    """Return a run with its held-out score, as read_heldout adds it.
+
+    Raises ValueError for a run that is not finished and scored on its own data, or whose score is
+    not finite.
+    """
+    run = read_heldout(run)
+    again = f"python evaluate.py score {run['path']}"
+    if run["left"] > 0 or run["scored"] != run["trained"]:
+        raise ValueError(f"{run['path']}: {run['trained']:,} of {run['config']['max_targets']:,} "
+                         f"targets trained, {run['scored']:,} at its held-out score; finish it "
+                         f"with train.py --resume, and score it with {again}")
+    if not run["finite"]:
+        raise ValueError(f"{run['path']}: its held-out score is not finite; leave this run out")
     check_data(run, again)
     return run
-
-
-def gather(path, config, rows, heldout):
-    """Return what read_run returns; KeyError, TypeError or the like if something is not there."""
-    speeds = [row["targets_per_second"] for row in rows if "loss" in row]
-    documents = [[d["targets"], d["nats"]] for d in heldout["documents"]]
-    for key in ("seed", "initial_body_sha256", "data_fingerprint"):
-        config[key]
-    for key in ("data", "dtype") if heldout["documents"] else ():
-        heldout[key]
-    return {"path": str(path), "label": label(config), "config": config, "heldout": heldout,
-            "per_step": config["tokens_per_step"],
-            "curve": {row["targets"]: row["val_loss"] for row in rows if "val_loss" in row},
-            "documents": np.array(documents, float).reshape(-1, 2),
-            "targets_per_second": np.median(speeds).item() if speeds else None}
 
 
 def check_data(run, again):

@@ -3,13 +3,13 @@
 import math
 
 import numpy as np
-from scipy import stats
 
 LEVEL = 0.95  # of every interval
 
 
 def student_interval(values):
     """Return (mean, half-width of its interval by Student's t); None for that of a single value."""
+    from scipy import stats  # where it is used: compare.py tells in one line that it is missing
     n, mean = len(values), np.mean(values).item()
     if n < 2:
         return mean, None
@@ -22,6 +22,7 @@ def mcnemar(b, c):
 
     One model alone has b right, the other alone c (McNemar 1947; exact: Liddell 1976).
     """
+    from scipy import stats
     return stats.binomtest(b, b + c).pvalue if b + c else 1.0
 
 

@@ -3,6 +3,7 @@
 import json
 import math
 
+from machinery.choices import say
 from machinery.scores import plain
 from machinery.statistics import LEVEL
 
@@ -14,6 +15,19 @@ SHOWN = (*ACCURACIES, "f1", *LOWER_IS_BETTER)
 def to_json(result):
     """Return plain values as JSON, with null for what is not finite, which JSON cannot say."""
     return json.dumps(plain(result), indent=1, allow_nan=False)
+
+
+def to_lines(result):
+    """Return a comparison of runs as JSON with a line for each group: small, and what differs
+    between two of them can be read."""
+    lines = []
+    for key, value in plain(result).items():
+        text = json.dumps(value, allow_nan=False)
+        if key in ("groups", "effects") and value:
+            rows = [json.dumps(row, allow_nan=False) for row in value]
+            text = "[\n" + ",\n".join(rows) + "\n]"
+        lines.append(f"{json.dumps(key)}: {text}")
+    return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def format_table(header, rows, markdown, left=1):
@@ -109,10 +123,53 @@ def loss_row(group, base):
     row = [group["name"], str(len(group["seeds"])), loss, f"{group['bits_per_byte']:.4f}"]
     if group["label"] == base:
         return [*row, "baseline", "", ""]
-    d, half, (low, high) = group["difference"], group["seed_interval"], group["document_interval"]
+    return [*row, *difference_cells(group)]
+
+
+def difference_cells(found):
+    """Return the cells of a paired difference and its two intervals."""
+    d, half, (low, high) = found["difference"], found["seed_interval"], found["document_interval"]
     over_seeds = "one seed" if half is None else f"{d - half:+.4f} to {d + half:+.4f}"
     over_documents = "too few" if low is None else f"{low:+.4f} to {high:+.4f}"
-    return [*row, f"{d:+.4f}", over_seeds, over_documents]
+    return [f"{d:+.4f}", over_seeds, over_documents]
+
+
+def choice_cell(choice):
+    """Return the cell of what --best_over chose, and where among the tried it is."""
+    value, tried = say(choice["value"]), len(choice["tried"])
+    if tried == 1:
+        return f"{value}, the only one tried"
+    edge = choice["edge"]
+    return f"{value}, the {edge} of {tried} tried" if edge else f"{value} of {tried} tried"
+
+
+def describe_choice(result):
+    """Return what the choice by --best_over was made on."""
+    names, n = ", ".join(result["best_over"]), result["experiment"].get("eval_windows")
+    windows = f"{n} validation windows" if n else "validation windows"
+    return (f"Best {names}: of each interface the one with the lowest final loss on the {windows}, "
+            "averaged over the seeds that all of its values share; the held-out loss had no part "
+            "in it. Beyond the smallest or largest tried there may be a better one.")
+
+
+def describe_effects(effects, by, markdown):
+    """Return the table of what changes where one thing does, and how to read it."""
+    rows = []
+    for e in effects:
+        at = f" at {by} {e['by']}" if by else ""
+        low, high = (f"{value:g}" if isinstance(value, float) else str(value)
+                     for value in e["values"])
+        rows.append([f"{e['axis']}: {low} to {high}{at}", e["from"], e["to"], str(len(e["seeds"])),
+                     *difference_cells(e)])
+    header = ["only this changes", "from", "to", "seeds", "difference (nats)",
+              f"{LEVEL:.0%} over seeds", f"{LEVEL:.0%} over documents"]
+    return "\n\n".join([
+        format_table(header, rows, markdown, left=3),
+        "Pairs of interfaces that differ in one thing: whether an id's numbers are fixed or "
+        "learned, how many they are (width), their root mean square at the start (scale; of bits "
+        "of 0 and 1 the factor, with half the mean square of -1 and 1), what they are (values), "
+        "how they become the model's width (lift), or a setting of one interface. Paired by seed, "
+        "with intervals as above, not corrected for the number of rows."])
 
 
 def size_row(group):
@@ -130,17 +187,21 @@ def describe_runs(result, markdown):
     keys = ("n_layer", "n_embd", "n_head", "n_ffn", "block_size", "vocab_size", "max_targets",
             "tokens_per_step", "max_lr", "dtype")
     shown = ", ".join(f"{key} {experiment[key]}" for key in keys if key in experiment)
-    free = f"input, seed, {result['by']}" if result["by"] else "input, seed"
-    losses = format_table(
-        ["interface", "seeds", "held-out loss (nats)", "bits per byte", f"minus {base}",
-         f"{LEVEL:.0%} over seeds", f"{LEVEL:.0%} over documents"],
-        [loss_row(group, base) for group in result["groups"]], markdown)
+    free = ", ".join(["input", "seed", *([result["by"]] if result["by"] else []),
+                      *result["best_over"]])
+    header = ["interface", "seeds", "held-out loss (nats)", "bits per byte", f"minus {base}",
+              f"{LEVEL:.0%} over seeds", f"{LEVEL:.0%} over documents"]
+    rows = [loss_row(group, base) for group in result["groups"]]
+    if result["best_over"]:
+        header.append(f"best {', '.join(result['best_over'])}")
+        for row, group in zip(rows, result["groups"]):
+            row.append(choice_cell(group["choice"]))
     sizes = format_table(
         ["parameters", "input", "body", "head", "trainable", "fixed buffers", "targets/s"],
         [size_row(group) for group in result["groups"]], markdown)
-    return "\n\n".join([
+    parts = [
         f"{shown}; data {experiment['data_fingerprint'][:12]}. Only {free} differ.",
-        losses,
+        format_table(header, rows, markdown),
         f"Loss: nats per target on {result['documents']:,} validation documents "
         f"({result['targets']:,} targets, scored in {result['heldout_dtype']}), mean over seeds "
         f"± Student's t interval. Minus {base}: mean difference of runs of the same seed. Over "
@@ -148,5 +209,9 @@ def describe_runs(result, markdown):
         f"{result['resamples']:,} random subsets of the documents, the same for both sides, all "
         "but the outermost; losses are averaged over the seeds before.",
         sizes,
-        "targets/s: median of a run's log, mean over seeds, on the machines that trained them."
-    ]) + "\n"
+        "targets/s: median of a run's log, mean over seeds, on the machines that trained them."]
+    if result["best_over"]:
+        parts.insert(3, describe_choice(result))
+    if result["effects"]:
+        parts.append(describe_effects(result["effects"], result["by"], markdown))
+    return "\n\n".join(parts) + "\n"

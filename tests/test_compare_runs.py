@@ -465,7 +465,8 @@ def test_report_and_figures(tmp_path, six_runs, monkeypatch, capsys):
     text = (out / "comparison.md").read_text()
     result = json.loads((out / "comparison.json").read_text())
     assert {path.name for path in out.iterdir()} == {
-        "comparison.md", "comparison.json", "loss.png", "differences.png", "gap.png", "codes.png"}
+        "comparison.md", "comparison.json", "loss.png", "differences.png", "gap.png", "codes.png",
+        "pareto.png"}
     for figure in out.glob("*.png"):
         assert png_size(figure)[0] == 2 * 830 and f"({figure.name})" in text
     binary = result["groups"][1]
