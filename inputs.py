@@ -320,6 +320,8 @@ ONLY_FOR = {"code_values": BITS, "table_free": BITS, "code_offset": ("gf2",),
             "base": ("digits",), "rank": ("factored",), "inner_width": ("alone",),
             "hashes": ("hashed",), "buckets": ("hashed",), "positions": ("spelling",)}
 
+INPUT_FIELDS = ("input", "code_seed", *ONLY_FOR)  # all of ModelConfig that an input is made of
+
 
 def build_input(config, spellings=None):
     """Return the module of config.input; spellings are the bytes of each id, for the one of bytes.

@@ -88,8 +88,9 @@ class ModelConfig:
                                  f"only for {', '.join(inputs)}")
         if self.code_scale != "matched" and not positive(self.code_scale):
             raise ValueError(f"code_scale={self.code_scale}: expected matched or a number above 0")
-        if not positive(self.input_std):
-            raise ValueError(f"input_std={self.input_std}: expected a number above 0")
+        for name in ("input_std", "norm_eps", "rope_theta"):
+            if not positive(getattr(self, name)):
+                raise ValueError(f"{name}={getattr(self, name)}: expected a number above 0")
         if self.input == "digits" and not 2 <= self.base <= self.vocab_size:
             raise ValueError(f"base={self.base}: expected 2 to vocab_size={self.vocab_size}")
         check_seed(self.code_seed)

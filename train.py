@@ -2,21 +2,20 @@
 
     python train.py --input=binary                              a laptop CPU, minutes (preset smoke)
     torchrun --standalone --nproc_per_node=2 train.py           the paper's run (preset paper)
-    torchrun --nnodes=4 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500 train.py
     python train.py --preset=paper --input=gf2 --dry_run        its memory, FLOPs and time; no data
     python train.py --sweep="input=learned,binary;seed=1,2,3"   every combination, one by one
     python train.py --input=binary --resume                     continue the last checkpoint exactly
+    python train.py --init_from=out/RUN --input=binary          its body and output, a new input
 
 The training data are a pure function: window w of stream s depends on (seed, s, w) and nothing
 else, so a resume, another number of processes, another micro-batch or more evaluations cannot
 change what is learned from. The number of streams (two, as in the paper) belongs to the experiment,
 the number of processes to the machine.
 
-SIGTERM, SIGINT, SIGUSR1 and SIGHUP end a run after the current update, with a checkpoint and exit
-code 75: --resume continues it. Under torchrun give the save time (--shutdown_timeout=600) and pass
-them on (--signals_to_handle=SIGTERM,SIGINT,SIGUSR1,SIGHUP).
-Exit codes: 0 done, 1 wrong data or a failure, 2 a wrong flag, 69 another process is at the run, 75
-stopped by a signal.
+SIGTERM, SIGINT, SIGUSR1 and SIGHUP end a run after the current update, with a checkpoint: --resume
+continues it. Under torchrun give the save time (--shutdown_timeout=600) and pass them on
+(--signals_to_handle=SIGTERM,SIGINT,SIGUSR1,SIGHUP). Exit codes: 0 done, 1 wrong data or a failure,
+2 a wrong flag, 69 another process is at the run, 75 stopped by a signal.
 
 Reads data/NAME (made by prepare.py, which runs first). Writes out/PRESET-INPUT-sSEED: config.json,
 log.jsonl, tokenizer.json and step-*.pt. Units: losses in nats per target; a target is one predicted
@@ -427,6 +426,7 @@ def main():
     say(f"preset {args.preset} ({args.preset_reason}), seed {args.seed}, {args.out}")
     flops_per_target = print_model(config, WEIGHT_DECAY, say)
     if args.dry_run:
+        args = with_micro_batch(args, launched_processes())
         return print_costs(args, launched_processes(), config, flops_per_target, say)
 
     rank, world_size, device = start_processes(args)
@@ -437,14 +437,14 @@ def main():
     check_same_everywhere(experiment | {"code": code_fingerprint()})
     log_file, state = in_first(lambda: open_run(args, experiment, say), otherwise=(None, None))
     report = Reporter(args, log_file, flops_per_target / world_size, device, say)
-    model = in_all(lambda: new_model(args, config, say))
+    step = all_reduce_max(state["step"] if state else 0)
+    model = in_all(lambda: new_model(args, config, step, say))
     model.checkpoint_activations = args.checkpoint_activations
-    experiment |= facts_of(model)
+    experiment |= facts_of(model, state)
     say(f"initial body sha256 {experiment['initial_body_sha256'][:16]}; {device}, {args.dtype}, "
         f"{torch.get_num_threads()} threads")
     step_model = parallelize(model, args, device)
     optimizer = build_optimizer(model, args.max_lr)
-    step = all_reduce_max(state["step"] if state else 0)
     if step:
         scatter_state(model, optimizer, state)
         say(f"resumed after update {step:,}")

@@ -44,11 +44,16 @@ def load_finite(path, device="cpu"):
     """Return load_model(path, device). Raises ValueError for weights that are not all finite."""
     model, state = load_model(path, device)
     check_is_ours(path, state, ("data", "eot_id"))
-    for name, weight in model.named_parameters():
+    check_finite(path, model.named_parameters())
+    return model, state
+
+
+def check_finite(path, named):
+    """Raise ValueError unless all values of a checkpoint's (name, tensor) pairs are finite."""
+    for name, weight in named:
         if not torch.isfinite(weight).all():
             raise ValueError(f"{path}: {name} holds values that are not finite; use an earlier "
                              "checkpoint of the run")
-    return model, state
 
 
 def run_tokenizer(path, state):

@@ -25,6 +25,7 @@ from model import Decoder, ModelConfig
 
 SHA256_MARK = b"sha256:"  # and the digest of all before it end a file; torch.load does not mind
 DIGEST_SIZE = len(SHA256_MARK) + 32
+FACTS = ("initial_body_sha256", "parameters", "code_report")
 
 
 def hash_tensors(named):
@@ -36,30 +37,34 @@ def hash_tensors(named):
     return digest.hexdigest()
 
 
-def facts_of(model):
+def facts_of(model, state=None):
     """Return what config.json records of a fresh model: the sha256 of the body's weights, the same
-    for every interface, the numbers of parameters and the code report."""
+    for every interface, the numbers of parameters and the code report. A run that goes on from a
+    checkpoint's state has them there."""
+    if state:
+        return {name: state["config"].get(name) for name in FACTS}
     codes, roles = model.model.embed_tokens, model.roles()
     body = [(name, p) for name, p in model.named_parameters() if roles[name].group == "body"]
-    return {"initial_body_sha256": hash_tensors(body),
-            "parameters": count_parameters(model),
-            "code_report": codes.report() if isinstance(codes, FixedCodes) else None}
+    report = codes.report() if isinstance(codes, FixedCodes) else None
+    return dict(zip(FACTS, (hash_tensors(body), count_parameters(model), report)))
 
 
-def read_checkpoint(path):
+def read_checkpoint(path, facts_only=False):
     """Return a checkpoint file's dict of tensors (on the CPU) and plain values; it holds no code
     (weights_only).
 
+    Args:
+        facts_only: leave the tensors' contents, and the sha256 of all, unread.
     Raises ValueError if the file is cut, or if its contents do not have the sha256 at its end.
     Raises OSError where it cannot be read, which says nothing about what it holds: no permission,
     no memory, a disk or a file system that fails.
     """
-    whole = has_its_digest(path)
+    whole = None if facts_only else has_its_digest(path)
     if whole is False:
         raise ValueError(damaged(path, "its sha256 differs"))
     try:
         with warnings.catch_warnings(action="ignore"):  # of what else the file may be
-            return torch.load(path, map_location="cpu", weights_only=True)
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=facts_only)
     except MemoryError:
         raise OSError(f"{path}: cannot be read: not enough memory") from None
     except OSError as error:
@@ -83,9 +88,12 @@ def check_is_ours(path, state, keys):
     """Raise ValueError unless what a file holds is a checkpoint with these keys."""
     there = state if isinstance(state, dict) else {}
     missing = [key for key in keys if key not in there]
+    hint = ""
+    if "model_config" in there:  # of evaluate.py import
+        hint = f", or to start from its weights --init_from={path}"
     if missing:
         raise ValueError(f"{path}: not a checkpoint of a training run (it has no "
-                         f"{', '.join(missing)}); expected a step-*.pt that train.py wrote")
+                         f"{', '.join(missing)}); expected a step-*.pt that train.py wrote{hint}")
 
 
 def has_its_digest(path):
@@ -105,6 +113,29 @@ def has_its_digest(path):
     return digest.digest() == end[len(SHA256_MARK):]
 
 
+def checkpoint_file(path):
+    """Return a checkpoint file's path: a run directory's newest one. Raises FileNotFoundError where
+    there is none."""
+    if not Path(path).is_dir():
+        return Path(path)
+    files = list_checkpoints(path)
+    if not files:
+        raise FileNotFoundError(f"{path}: no checkpoint (step-*.pt) in this directory; train one "
+                                f"with train.py --out={path}")
+    return files[0]
+
+
+def file_sha256(path):
+    """Return the sha256, hexadecimal, that a checkpoint ends in, or of an older one as a whole."""
+    with open(path, "rb") as file:
+        file.seek(max(os.path.getsize(path) - DIGEST_SIZE, 0))
+        end = file.read()
+        if end.startswith(SHA256_MARK):
+            return end[len(SHA256_MARK):].hex()
+        file.seek(0)
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def load_model(path, device="cpu"):
     """Return (model, checkpoint dict without its weights) from a checkpoint file or a run
     directory's newest one.
@@ -113,12 +144,7 @@ def load_model(path, device="cpu"):
     no checkpoint, ValueError for a file of something else, and where the weights do not fit the
     configuration, naming the missing and unexpected keys.
     """
-    if Path(path).is_dir():
-        files = list_checkpoints(path)
-        if not files:
-            raise FileNotFoundError(f"{path}: no checkpoint (step-*.pt) in this directory; train "
-                                    f"one with train.py --out={path}")
-        path = files[0]
+    path = checkpoint_file(path)
     state = read_checkpoint(path)
     check_is_ours(path, state, ("step", "model", "model_config"))
     with explained(str(path), "expected a checkpoint of train.py"):

@@ -11,7 +11,6 @@ from torch.utils._pytree import tree_leaves
 from inputs import INIT_STD, FixedCodes
 from machinery.machine import DENSE_BF16_FLOPS, peak_memory_gb
 from machinery.runs import read_log
-from machinery.settings import with_micro_batch
 from model import Decoder
 
 
@@ -167,7 +166,6 @@ def whole_logits(config, micro_batch):
 
 def print_costs(args, world_size, config, flops, say):
     """Print the memory of each of world_size processes and the time of the run."""
-    args = with_micro_batch(args, world_size)
     parts = estimate_memory(config, args.micro_batch, args.dtype, args.checkpoint_activations,
                             args.accumulation, args.parallel, world_size, args.device)
     now, itself = peak_memory_gb(torch.device("cpu")), ""

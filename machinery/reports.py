@@ -9,7 +9,8 @@ import torch
 
 from machinery.errors import explained, first_line, warn
 from machinery.machine import peak_flops, peak_memory_gb
-from machinery.runs import FREE_ON_RESUME, experiment_of, write_row
+from machinery.runs import FREE_ON_RESUME, NOT_RECORDED, experiment_of, write_row
+from machinery.settings import all_flags
 
 
 def expectation(args, presets, milestones):
@@ -19,8 +20,10 @@ def expectation(args, presets, milestones):
         milestones: {(preset, input): {updates: loss}}, as measured.
     """
     measured = milestones.get((args.preset, args.input))
-    same = set(presets[args.preset]) - FREE_ON_RESUME - {"decay_steps"} | {"max_targets"}
-    changed = [name for name in same if getattr(args, name) != presets[args.preset][name]]
+    usual = {name: default for name, (_, default, _) in all_flags().items()} | presets[args.preset]
+    other = FREE_ON_RESUME | NOT_RECORDED | {"input", "seed", "dtype", "decay_steps"}
+    same = set(usual) - other | {"max_targets", "init_from"}
+    changed = [name for name in same if getattr(args, name) != usual[name]]
     if not measured or changed or args.decay_steps != args.steps:
         return "expected: nothing is known; no such run has been measured"
     losses = [f"{loss:.2f} after {step:,} updates" for step, loss in measured.items()]

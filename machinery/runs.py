@@ -18,10 +18,11 @@ FREE_ON_RESUME = {
     "device", "micro_batch", "parallel", "checkpoint_activations", "compile", "timeout",
     "log_every", "eval_every", "eval_windows", "save_every", "keep", "keep_every", "profile",
     "tensorboard", "trackio", "wandb", "preset", "data", "out", "max_targets", "resume", "dry_run",
-    "targets_per_second"}
+    "targets_per_second", "init_from"}
 # Fields that the earliest runs do not record, and what they were trained with.
 ADDED = {"code_width": 0, "input_std": 0.02, "base": 16, "rank": 16, "inner_width": 128,
-         "hashes": 2, "buckets": 1024, "positions": 32}
+         "hashes": 2, "buckets": 1024, "positions": 32, "norm_eps": 1e-5, "rope_theta": 10_000.0,
+         "init_from": None, "init_from_sha256": None}
 NOT_RECORDED = {"steps", "accumulation", "preset_reason", "sweep"}  # follow from the others
 
 

@@ -10,10 +10,13 @@ import torch
 
 from codes import check_seed, draw_recoding
 from inputs import INPUTS
+from machinery.errors import explain
 from machinery.files import sha256_of
 from machinery.machine import pick_dtype
 from machinery.options import device, place
+from machinery.runs import run_directory
 from machinery.shards import read_meta
+from machinery.starting import start_settings
 from model import ModelConfig
 
 
@@ -41,6 +44,8 @@ FLAGS = {
         seed=(int, 1, "of the weights and of the windows"),
         data=(place, None, "prepared data directory"),
         out=(place, None, "run directory; out/PRESET-INPUT-sSEED"),
+        init_from=(place, None, "start from the weights of this checkpoint, as a new run: body and "
+                   "output are kept, the input too unless flags give another; sizes are its own"),
         sweep=(list, [], 'run every combination of "NAME=VALUE,VALUE;NAME=...", each in a '
                "directory of its own below --out (out/sweep); several --sweep for several grids"),
         resume=(bool, False, "continue the run in --out from its newest intact checkpoint"),
@@ -55,6 +60,8 @@ FLAGS = {
         n_embd=(int, None, "C, width"),
         n_ffn=(int, None, "inner width of the feed-forward network"),
         ffn=(("swiglu", "gelu"), ModelConfig.ffn, "its kind; gelu in the predecessor"),
+        norm_eps=(float, ModelConfig.norm_eps, "added to the mean square in RMSNorm"),
+        rope_theta=(float, ModelConfig.rope_theta, "base of the rotary angles"),
         code_seed=(int, ModelConfig.code_seed, "gf2: which matrix A; random: which codes"),
         code_offset=(str, ModelConfig.code_offset, "gf2: b as 0, random or hexadecimal"),
         code_values=(str, ModelConfig.code_values,
@@ -124,17 +131,26 @@ def parse_args(presets, description, argv=None):
     given = vars(parser.parse_args(argv))
     preset, reason = pick_preset(presets, given)
     values = {name: default for name, (_, default, _) in all_flags().items()}
-    args = argparse.Namespace(**values | presets[preset] | given | {"preset": preset},
-                              preset_reason=reason)
-    default_out = "out/sweep" if args.sweep else f"out/{preset}-{args.input}-s{args.seed}"
-    args.out = args.out or default_out
-    args.device = device(args.device)  # auto becomes what is there
-    args.dtype = args.dtype or pick_dtype(args.device)
     try:
+        start = start_settings(given)
+        values |= presets[preset] | start | given
+        values |= {"preset": preset, "preset_reason": reason, "init_from": start["init_from"]}
+        args = argparse.Namespace(**values)
+        args.out = args.out or default_out(args)
+        args.device = device(args.device)  # auto becomes what is there
+        args.dtype = args.dtype or pick_dtype(args.device)
         check_args(args)
         return with_steps(args)
-    except ValueError as error:
-        parser.error(str(error))
+    except (ValueError, OSError) as error:
+        parser.error(explain(error))
+
+
+def default_out(args):
+    """Return the run directory for a command without --out."""
+    if args.sweep:
+        return "out/sweep"
+    name = f"out/{args.preset}-{args.input}-s{args.seed}"
+    return f"{name}-from-{run_directory(args.init_from).name}" if args.init_from else name
 
 
 def all_flags():

@@ -121,7 +121,8 @@ def test_what_may_change_on_resume_is_the_machine_and_the_reports():
     """The list is written out, so that it can be read without torch; a new flag has to be put on
     it, or not, by decision: every flag of these groups, and of the run's those that say where."""
     free = {*settings.FLAGS["machine"], *settings.FLAGS["reports"], "preset", "data", "out",
-            "resume", "dry_run", "targets_per_second", "max_targets"}
+            "resume", "dry_run", "targets_per_second", "max_targets",
+            "init_from"}  # where; init_from_sha256 says what
     assert runs.FREE_ON_RESUME == free
 
 

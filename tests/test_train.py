@@ -530,7 +530,7 @@ def test_what_to_expect_is_said_of_a_presets_own_run():
     assert said() == "expected, as measured: validation loss 4.96 after 200 updates"
     assert said("--micro_batch=2", "--eval_every=7", "--seed=3", "--data=x") == said()
     for other in ("--input=gf2", "--n_layer=2", "--max_lr=1e-2", "--max_targets=4096",
-                  "--decay_steps=100"):
+                  "--decay_steps=100", "--code_width=192", "--code_values=pm1"):
         assert "nothing is known" in said(other), other
     for preset, input in train.MILESTONES:
         assert preset in train.PRESETS and input in INPUTS
