@@ -79,9 +79,11 @@ def read_lines(path):
 
 def write_runs(runs, path):
     """Write runs, as read_runs returns them, to a file."""
-    lines = [json.dumps({key: run[key] for key in KEYS}, separators=(",", ":"), allow_nan=False)
-             for run in runs]
-    write_whole(path, ("\n".join(lines) + "\n").encode())
+    text = ""
+    for run in runs:
+        kept = {key: run[key] for key in KEYS}
+        text += json.dumps(kept, separators=(",", ":"), allow_nan=False) + "\n"
+    write_whole(path, text.encode())
 
 
 def read_directory(path):
@@ -93,9 +95,9 @@ def read_directory(path):
     with explained(path, "expected what train.py writes"):
         curve = [[row["targets"], row["val_loss"]] for row in rows if "val_loss" in row]
         speeds = [row["targets_per_second"] for row in rows if "loss" in row]
+        kept = {key: value for key, value in config.items() if key not in PATHS}
         run = {"run": Path(os.path.abspath(path)).name,
-               "config": {key: shorten(value) if key == "code_report" else value
-                          for key, value in config.items() if key not in PATHS},
+               "config": kept | {"code_report": shorten(config.get("code_report"))},
                "curve": [[targets, rounded(loss, CURVE_DECIMALS)] for targets, loss in curve],
                "trained": max(row["targets"] for row in rows),
                "targets_per_second": shorten(np.median(speeds).item()) if speeds else None}
@@ -113,9 +115,8 @@ def read_heldout(path, config):
     with explained(path, "expected what evaluate.py score writes"):
         kept = {key: found[key] for key in ("step", "dtype", "loss", "bits_per_byte")}
         kept |= {key: found.get(key) for key in ("max_length", "weights_sha256")}
-        return kept | {"data_sha256": find_data(found, config),
-                       "documents": [[d["targets"], rounded(d["nats"], NATS_DECIMALS)]
-                                     for d in found["documents"]]}
+        documents = [[d["targets"], rounded(d["nats"], NATS_DECIMALS)] for d in found["documents"]]
+        return kept | {"data_sha256": find_data(found, config), "documents": documents}
 
 
 def find_data(heldout, config):
