@@ -20,13 +20,14 @@ Usage:
     python compare.py out/smoke-*                      runs: every interface against learned
     python compare.py out/depth-* --by=n_layer         the same at several depths
     python compare.py out/lab/* --best_over=max_lr     each interface at its best learning rate
-    python compare.py out/comparison/comparison.json   tables and figures again, without the runs
+    python compare.py runs.jsonl out/mine              kept runs, without directories, and mine
     python compare.py A.json B.json --format=markdown --published=binary,gf2
 
-Reads run directories (config.json, log.jsonl, the newest heldout-STEP.json), or files that
-evaluate.py score --suite or --tasks wrote, or one comparison.json. Prints text, Markdown or JSON;
-of runs, writes comparison.md, comparison.json and figures to --out. Refuses models that did not see
-the same documents and prompts, and runs that differ in more than input and seed.
+Reads run directories (config.json, log.jsonl, the newest heldout-STEP.json) and runs.jsonl files,
+or files that evaluate.py score --suite or --tasks wrote. Prints text, Markdown or JSON; of runs,
+writes comparison.md, figures and runs.jsonl to --out: a line for each run given, from which all can
+be drawn again. Refuses models that did not see the same documents and prompts, and runs that differ
+in more than input and seed.
 """
 
 import argparse
@@ -38,23 +39,16 @@ from pathlib import Path
 
 import numpy as np
 
-from machinery.choices import DECIMALS, choose_runs, list_runs
+from machinery.choices import choose_runs, list_runs
 from machinery.effects import find_effects, subtract
-from machinery.errors import explained, one_line
-from machinery.figures import draw_runs, make_figures
+from machinery.errors import one_line
+from machinery.figures import draw_runs
 from machinery.labels import LABELS, said
-from machinery.results import (
-    COMPARISON,
-    add_score,
-    list_rows,
-    read_comparison,
-    read_json,
-    read_run,
-    read_scores,
-)
-from machinery.runs import ADDED, FREE_ON_RESUME
+from machinery.records import check_score, prepare_run, read_runs, write_runs
+from machinery.results import list_rows, read_scores
+from machinery.runs import FREE_ON_RESUME
 from machinery.statistics import LEVEL, holm, mcnemar, paired_subsets, student_interval
-from machinery.tables import ACCURACIES, describe_runs, describe_scores, to_json, to_lines
+from machinery.tables import ACCURACIES, describe_runs, describe_scores, to_json
 
 TESTED = (*ACCURACIES, "loglikelihood", "bits_per_byte")
 # The paper's own figures (its results section), as printed there: accuracies in percent. Not
@@ -83,7 +77,6 @@ PUBLISHED = {
 # but for what changes the curves. All other fields are the experiment.
 FREE = {"input", "seed", *LABELS, "initial_body_sha256", "parameters", "code_report",
         *FREE_ON_RESUME} - {"max_targets", "eval_windows"}
-DIGITS = 6  # of code reports in comparison.json
 
 
 # --- Scores
@@ -249,6 +242,18 @@ def compare_scores(paths, published=(), resamples=10_000):
 
 # --- Runs
 
+def check_fields(run, by, best_over):
+    """Raise ValueError unless --by and --best_over name fields of the first run's config.json."""
+    fields = [key for key, value in run["config"].items() if np.isscalar(value)]
+    asked = [("--by", by)] if by else []
+    for flag, name in [*asked, *(("--best_over", name) for name in best_over)]:
+        if name not in fields:
+            close = difflib.get_close_matches(name, fields)
+            advice = f"; did you mean {' or '.join(close)}?" if close else ", such as n_layer"
+            raise ValueError(f"{flag}={name}: expected a field of the config.json of "
+                             f"{run['path']}{advice}")
+
+
 def check_experiment(runs, by, best_over):
     """Raise ValueError, naming the fields, unless runs were trained alike but for input, seed, `by`
     and the fields of best_over."""
@@ -294,8 +299,8 @@ def check_documents(runs):
 
 
 def read_curve(run, points):
-    """Return a run's validation losses at so many targets each, for a figure."""
-    return np.round(np.array([run["curve"][point] for point in points], float), DECIMALS)
+    """Return a run's validation losses at so many targets each."""
+    return np.array([run["curve"][point] for point in points])
 
 
 def summarize(seeds, base, resamples):
@@ -308,58 +313,45 @@ def summarize(seeds, base, resamples):
     points = sorted(set.intersection(*curves))
     config = pairs[0][0]["config"]
     speeds = [run["targets_per_second"] for run in runs]
-    weights = [run["heldout"].get("weights_sha256") or "" for run in runs]
     group = {"interface": {"input": config["input"]} | said(config),
-             "seeds": list(seeds), "runs": [Path(run["path"]).name for run in runs],
-             "weights_sha256": [sha256[:12] for sha256 in weights],
+             "seeds": list(seeds), "runs": [run["run"] for run in runs],
              "losses": losses, **subtract(seeds, base, resamples),
              "bits_per_byte": np.mean([run["heldout"]["bits_per_byte"] for run in runs]).item(),
              "curve_targets": points, "curve_losses": [], "curve_differences": [],
              "targets_per_second": np.mean(speeds).item() if None not in speeds else None,
              "parameters": config.get("parameters"),
-             "code_report": shorten(config.get("code_report")),
+             "code_report": config.get("code_report"),
              "loss": loss, "loss_interval": loss_interval}
     for run in runs:
         group["curve_losses"].append(read_curve(run, points).tolist())
     for a, b in pairs:
-        gap = np.round(read_curve(a, points) - read_curve(b, points), DECIMALS)
-        group["curve_differences"].append(gap.tolist())
+        group["curve_differences"].append((read_curve(a, points) - read_curve(b, points)).tolist())
     return group
 
 
-def shorten(report):
-    """Return a code report with as many digits as a figure shows."""
-    if isinstance(report, float):
-        return float(f"{report:.{DIGITS}g}")
-    if isinstance(report, list):
-        return [shorten(value) for value in report]
-    if isinstance(report, dict):
-        return {key: shorten(value) for key, value in report.items()}
-    return report
-
-
-def compare_runs(paths, baseline="learned", by=None, resamples=10_000, best_over=()):
-    """Return the comparison of run directories: what comparison.json holds and the figures show.
+def compare_runs(runs, baseline="learned", by=None, resamples=10_000, best_over=()):
+    """Return the comparison of runs: what the tables and figures show.
 
     Args:
+        runs: as records.read_runs returns them.
         baseline: the label that the others are compared with, seed by seed, at equal `by`.
         by: a field of config.json that may differ between the runs, such as n_layer.
         best_over: fields of config.json, such as max_lr, of which each interface has its best.
     Raises ValueError if runs are not the same experiment but for input, seed, `by` and best_over,
     or have nothing to pair.
     """
-    runs = [read_run(path, best_over) for path in paths]
-    if not best_over:
-        runs = [add_score(run) for run in runs]
+    runs = [prepare_run(run, best_over) for run in runs]
+    check_fields(runs[0], by, best_over)
+    for run in () if best_over else runs:
+        check_score(run)
     check_experiment(runs, by, best_over)
     groups, choices = choose_runs(runs, by, best_over)
     runs = list_runs(groups)
     check_documents(runs)
     weights, free = runs[0]["documents"][:, 0], FREE | {by, *best_over}
     fixed = {key: value for key, value in runs[0]["config"].items() if key not in free}
-    result = {"kind": COMPARISON, "baseline": baseline, "by": by, "best_over": list(best_over),
-              "level": LEVEL, "resamples": resamples,
-              "documents": len(weights), "targets": int(weights.sum()),
+    result = {"baseline": baseline, "by": by, "best_over": list(best_over), "level": LEVEL,
+              "resamples": resamples, "documents": len(weights), "targets": int(weights.sum()),
               "heldout_dtype": runs[0]["heldout"]["dtype"], "experiment": fixed, "groups": []}
     order = [baseline, *(name for _, name in groups)]  # the baseline gets black
     for value, name in sorted(groups, key=lambda group: (order.index(group[1]), group[0])):
@@ -380,13 +372,14 @@ def compare_runs(paths, baseline="learned", by=None, resamples=10_000, best_over
 # --- The command
 
 def parse_args():
-    """Return the command line's settings; comparison is the one to draw again, None for none."""
+    """Return the command line's settings."""
     parser = argparse.ArgumentParser(
         description=__doc__, usage=argparse.SUPPRESS, allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter)
     flag = parser.add_argument
     flag("paths", nargs="+", metavar="RUN_OR_SCORES",
-         help="run directories, or .json files of evaluate.py score, or one comparison.json")
+         help="run directories and runs.jsonl files of this command, or .json files of "
+         "evaluate.py score")
     flag("--format", choices=("text", "markdown", "json"), default="text",
          help="of the output (default: %(default)s)")
     flag("--resamples", type=int, default=10_000,
@@ -410,6 +403,9 @@ def parse_args():
     args.best_over = [name for name in args.best_over.split(",") if name]
     args.published = [name for name in args.published.split(",") if name]
     of_scores = [path for path in args.paths if path.endswith(".json")]
+    for path in of_scores:
+        if Path(path).name == "comparison.json":
+            parser.error(f"{path} cannot be compared again; give the runs.jsonl of its runs")
     if of_scores and len(of_scores) < len(args.paths):
         run = next(path for path in args.paths if path not in of_scores)
         parser.error(f"{of_scores[0]} holds scores, {run} does not: compare runs with runs and "
@@ -419,75 +415,39 @@ def parse_args():
         parser.error(f"--published={unknown[0]}: expected some of {', '.join(PUBLISHED)}")
     if args.resamples < 100:
         parser.error(f"--resamples={args.resamples}: expected 100 or more")
-    check_fields(parser, args)
-    args.comparison = find_comparison(parser, args) if len(of_scores) == 1 else None
-    return args
-
-
-def check_fields(parser, args):
-    """End in one line unless --by and --best_over name fields of the first run's config.json."""
-    config = Path(args.paths[0]) / "config.json"
     taken = [name for name in args.best_over if name in ("input", "seed", args.by)]
     if taken or len(set(args.best_over)) < len(args.best_over):
         parser.error(f"--best_over={','.join(args.best_over)}: expected other fields than input, "
                      "seed and that of --by, each once")
-    asked = [("--by", args.by)] if args.by else []
-    asked += [("--best_over", name) for name in args.best_over]
-    if not asked or not config.exists():
-        return
-    with explained(config, "expected what train.py writes"):
-        there = ADDED | read_json(config)
-    fields = [key for key, value in there.items() if np.isscalar(value)]
-    for flag, name in asked:
-        if name not in fields:
-            close = difflib.get_close_matches(name, fields)
-            advice = f"; did you mean {' or '.join(close)}?" if close else ", such as n_layer"
-            parser.error(f"{flag}={name}: expected a field of {config}{advice}")
+    return args
 
 
-def find_comparison(parser, args):
-    """Return the comparison that the only file holds, None where it holds scores. Ends in one line
-    if flags ask for what its runs alone could tell."""
-    path = args.paths[0]
-    result = read_comparison(path)
-    for name in ("baseline", "by", "best_over", "resamples", "published") if result else ():
-        if getattr(args, name) not in (parser.get_default(name), []):
-            parser.error(f"--{name}: {path} is drawn as it was made; give --{name} with run "
-                         "directories")
-    if result:
-        # What is missing in a file that somebody has edited is told before anything is written.
-        with explained(path, "expected comparison.json as compare.py writes it"):
-            describe_runs(result, True)
-            make_figures(result)
-    return result
-
-
-def write_comparison(result, out):
-    """Write comparison.json, comparison.md and the figures of compare_runs' result."""
+def write_comparison(result, runs, out):
+    """Write runs.jsonl, and comparison.md and the figures of compare_runs' result."""
     out.mkdir(parents=True, exist_ok=True)
     figures = "".join(f"\n![{name}]({name}.png)\n" for name in draw_runs(result, out))
-    (out / "comparison.json").write_text(to_lines(result), encoding="utf-8")
+    write_runs(runs, out / "runs.jsonl")
     (out / "comparison.md").write_text(describe_runs(result, True) + figures, encoding="utf-8")
     print(f"written to {out}", file=sys.stderr)
 
 
 def main():
     args = parse_args()
-    of_scores = args.paths[0].endswith(".json") and not args.comparison
+    of_scores = args.paths[0].endswith(".json")
     describe = describe_scores if of_scores else describe_runs
     if not of_scores and args.out.exists() and not args.out.is_dir():
         raise ValueError(f"--out={args.out}: a file is there; name another directory")
     if of_scores:
         result = compare_scores(args.paths, args.published, args.resamples)
     else:
-        result = args.comparison or compare_runs(args.paths, args.baseline, args.by,
-                                                 args.resamples, args.best_over)
+        runs = read_runs(args.paths)
+        result = compare_runs(runs, args.baseline, args.by, args.resamples, args.best_over)
     if args.format == "json":
         print(to_json(result))
     else:
         print(describe(result, args.format == "markdown"))
     if not of_scores:
-        write_comparison(result, args.out)
+        write_comparison(result, runs, args.out)
 
 
 if __name__ == "__main__":

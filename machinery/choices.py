@@ -2,13 +2,10 @@
 the validation windows like best. The held-out documents have no part in the choice."""
 
 import math
-import shlex
 
 import numpy as np
 
-from machinery.results import add_score, check_finished, read_heldout
-
-DECIMALS = 5  # of losses in comparison.json that figures alone show
+from machinery.records import check_finished, check_score, score_command
 
 
 def group_runs(runs, by, fields):
@@ -57,7 +54,7 @@ def choose(tried, fields, name):
         losses = {seed: final_loss(run) for seed, run in sorted(tried[value].items())}
         mean = np.mean([losses[seed] for seed in shared]).item()
         rows.append({"value": list(value), "seeds": list(losses), "loss": mean,
-                     "losses": np.round(list(losses.values()), DECIMALS).tolist()})
+                     "losses": list(losses.values())})
     best = min(rows, key=lambda row: row["loss"])  # the first of equal ones
     if best["loss"] == math.inf:
         raise ValueError(f"{flag}: {name} has no finite validation loss with any of "
@@ -80,16 +77,15 @@ def say(value):
 
 def check_scored(runs):
     """Raise ValueError, with the command to type, if some of the chosen runs have no score."""
-    found = [read_heldout(run) for run in runs]
-    missing = [run["path"] for run in found if run["scored"] != run["trained"]]
+    missing = [run for run in runs if run["scored"] != run["trained"]]
     if missing:
         raise ValueError(f"{len(missing)} of the {len(runs)} chosen runs have no held-out score of "
-                         f"their last step; type python evaluate.py score {shlex.join(missing)}")
+                         f"their last step; type {score_command(missing)}")
 
 
 def choose_runs(runs, by, best_over):
     """Return ({(value of `by`, label): {seed: run}}, {the same: its choice}): of each interface the
-    runs with the best values of the fields of best_over, scored. There is no choice without fields.
+    runs with the best values of the fields of best_over. There is no choice without fields.
 
     Raises ValueError unless all runs are finished and the chosen ones scored.
     """
@@ -103,8 +99,8 @@ def choose_runs(runs, by, best_over):
         choice = choose(found, best_over, f"{name}, {by} {value}" if by else name)
         choices[value, name], chosen[value, name] = choice, found[tuple(choice["value"])]
     check_scored(list_runs(chosen))
-    for key, seeds in chosen.items():
-        chosen[key] = {seed: add_score(run) for seed, run in seeds.items()}
+    for run in list_runs(chosen):
+        check_score(run)
     return chosen, choices
 
 

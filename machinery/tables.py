@@ -17,19 +17,6 @@ def to_json(result):
     return json.dumps(plain(result), indent=1, allow_nan=False)
 
 
-def to_lines(result):
-    """Return a comparison of runs as JSON with a line for each group: small, and what differs
-    between two of them can be read."""
-    lines = []
-    for key, value in plain(result).items():
-        text = json.dumps(value, allow_nan=False)
-        if key in ("groups", "effects") and value:
-            rows = [json.dumps(row, allow_nan=False) for row in value]
-            text = "[\n" + ",\n".join(rows) + "\n]"
-        lines.append(f"{json.dumps(key)}: {text}")
-    return "{\n" + ",\n".join(lines) + "\n}\n"
-
-
 def format_table(header, rows, markdown, left=1):
     """Return a table of strings, aligned or as Markdown; `left` columns are flush left."""
     widths = [max(map(len, column)) for column in zip(header, *rows)]
@@ -136,11 +123,11 @@ def difference_cells(found):
 
 def choice_cell(choice):
     """Return the cell of what --best_over chose, and where among the tried it is."""
-    value, tried = say(choice["value"]), len(choice["tried"])
-    if tried == 1:
+    value, tried = say(choice["value"]), [say(row["value"]) for row in choice["tried"]]
+    if len(tried) == 1:
         return f"{value}, the only one tried"
-    edge = choice["edge"]
-    return f"{value}, the {edge} of {tried} tried" if edge else f"{value} of {tried} tried"
+    edge = f", the {choice['edge']}" if choice["edge"] else ""
+    return f"{value}{edge} of {', '.join(tried)}"
 
 
 def describe_choice(result):

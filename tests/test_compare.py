@@ -53,7 +53,7 @@ def write(tmp_path):
 
 
 def output(monkeypatch, capsys, *arguments):
-    monkeypatch.setattr(sys, "argv", ["compare.py", *arguments])
+    monkeypatch.setattr(sys, "argv", ["compare.py", *map(str, arguments)])
     compare.main()
     return capsys.readouterr().out
 

@@ -11,14 +11,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 from scipy import stats
-from test_compare import ends
+from test_compare import ends, output
 from training import TINY
 
 import compare
 import evaluate
 import train
 from inputs import FixedCodes
-from machinery import figures, results, statistics
+from machinery import figures, labels, statistics
+from machinery.records import read_runs
 from machinery.runs import data_fingerprint
 from model import ModelConfig
 
@@ -81,6 +82,10 @@ def six_runs(tmp_path):
     """learned and binary, 0.3 nats above it, with seeds 1, 2, 3."""
     return [write_run(tmp_path, f"{name}-s{seed}", seed, cost, input=name)
             for name, cost in (("learned", 0.0), ("binary", 0.3)) for seed in (1, 2, 3)]
+
+
+def compare_runs(paths, *arguments, **settings):
+    return compare.compare_runs(read_runs(paths), *arguments, **settings)
 
 
 def edit(path, **changes):
@@ -180,11 +185,11 @@ def test_coverage_of_both_intervals_is_near_nominal():
     ({"input": "binary", "lift": "interleave", "table_free": True},
      "binary interleave table-free")])
 def test_labels(config, name):
-    assert results.label(config) == name
+    assert labels.label(config) == name
 
 
 def test_comparison_of_known_runs(six_runs):
-    learned, binary = compare.compare_runs(six_runs)["groups"]
+    learned, binary = compare_runs(six_runs)["groups"]
     assert (learned["name"], binary["name"], binary["seeds"]) == ("learned", "binary", [1, 2, 3])
     losses = [json.loads((path / "heldout-00000010.json").read_text())["loss"] for path in six_runs]
     differences = np.subtract(losses[3:], losses[:3])
@@ -203,14 +208,14 @@ def test_comparison_of_known_runs(six_runs):
 
 def test_documents_are_resampled_with_seeds_averaged_first(six_runs):
     """What differs between the seeds but not in their mean widens the seed interval alone."""
-    before = compare.compare_runs(six_runs)["groups"][1]
+    before = compare_runs(six_runs)["groups"][1]
     for path, shift in zip(six_runs[3:], (0.2, -0.2, 0.0)):
         heldout = json.loads((path / "heldout-00000010.json").read_text())
         for document in heldout["documents"]:
             document["nats"] += shift * document["targets"]
         heldout["loss"] += shift
         edit(path / "heldout-00000010.json", **heldout)
-    after = compare.compare_runs(six_runs)["groups"][1]
+    after = compare_runs(six_runs)["groups"][1]
     assert after["document_interval"] == pytest.approx(before["document_interval"])
     assert after["seed_interval"] > 5 * before["seed_interval"]
 
@@ -218,13 +223,13 @@ def test_documents_are_resampled_with_seeds_averaged_first(six_runs):
 def test_the_same_scores_under_another_interface_differ_by_nothing(tmp_path):
     paths = [write_run(tmp_path, f"{name}-s{seed}", seed, input=name)
              for name in ("aaa", "bbb") for seed in (1, 2)]
-    group = compare.compare_runs(paths, "aaa")["groups"][1]
+    group = compare_runs(paths, "aaa")["groups"][1]
     assert group["differences"] == [0, 0] and group["seed_interval"] == 0
     assert group["document_interval"] == (0, 0)
 
 
 def test_runs_without_a_partner_count_in_the_mean_but_not_in_the_difference(six_runs):
-    binary = compare.compare_runs(six_runs[1:])["groups"][1]  # learned has no seed 1
+    binary = compare_runs(six_runs[1:])["groups"][1]  # learned has no seed 1
     assert binary["seeds"] == [1, 2, 3] and binary["differences"][0] != 0
     assert len(binary["differences"]) == 2 and len(binary["losses"]) == 3
 
@@ -248,14 +253,14 @@ def test_runs_without_a_partner_count_in_the_mean_but_not_in_the_difference(six_
 def test_refusals_name_the_field(six_runs, file, changes, named):
     edit(six_runs[-1] / file, **changes)
     with pytest.raises(ValueError, match=named):
-        compare.compare_runs(six_runs)
+        compare_runs(six_runs)
 
 
 def test_what_only_says_where_and_how_it_ran_may_differ(six_runs):
     edit(six_runs[-1] / "config.json", device="cuda", micro_batch=4, data="elsewhere", compile=True,
          parameters={}, preset=None, parallel="fsdp", keep_every=5)
     edit(six_runs[-1] / "heldout-00000010.json", data="elsewhere")
-    assert len(compare.compare_runs(six_runs)["groups"]) == 2
+    assert len(compare_runs(six_runs)["groups"]) == 2
 
 
 def test_gap_against_depth(tmp_path):
@@ -266,13 +271,13 @@ def test_gap_against_depth(tmp_path):
                 paths.append(write_run(tmp_path, f"{name}-{n_layer}-s{seed}", seed, cost / n_layer,
                                        input=name, n_layer=n_layer))
     with pytest.raises(ValueError, match="n_layer 8 / 2"):
-        compare.compare_runs(paths)
-    groups = compare.compare_runs(paths, by="n_layer")["groups"]
+        compare_runs(paths)
+    groups = compare_runs(paths, by="n_layer")["groups"]
     assert [(g["name"], round(g["difference"], 1)) for g in groups] == [
         ("learned, n_layer 2", 0), ("learned, n_layer 8", 0),
         ("binary, n_layer 2", 0.5), ("binary, n_layer 8", 0.1)]
     with pytest.raises(ValueError, match="no run to pair with binary at n_layer=2"):
-        compare.compare_runs(paths[:-2], by="n_layer")
+        compare_runs(paths[:-2], by="n_layer")
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, None])  # None: as JSON has it
@@ -286,25 +291,24 @@ def test_a_held_out_score_that_is_not_finite_is_refused(six_runs, where, bad):
         heldout[where] = bad
     path.write_text(json.dumps(heldout))
     with pytest.raises(ValueError, match="binary-s2.*not finite"):
-        compare.compare_runs(six_runs)
+        compare_runs(six_runs)
 
 
-def test_a_curve_that_is_not_finite_is_left_out_of_the_file(six_runs, tmp_path, monkeypatch):
-    """The held-out losses are still compared, and comparison.json is JSON."""
+def test_a_curve_that_is_not_finite_is_null(six_runs, tmp_path, monkeypatch, capsys):
+    """The held-out losses are still compared, and what is written is JSON."""
     log = six_runs[0] / "log.jsonl"
     rows = log.read_text().splitlines()
     rows[2] = json.dumps(json.loads(rows[2]) | {"val_loss": math.nan})
     log.write_text("\n".join(rows) + "\n")
-    monkeypatch.setattr(sys, "argv", ["compare.py", *map(str, six_runs), f"--out={tmp_path}/c"])
-    compare.main()
-    text = (tmp_path / "c/comparison.json").read_text()
-    assert "NaN" not in text and "null" in text
-    assert json.loads(text)["groups"][1]["seed_interval"] > 0
+    said = output(monkeypatch, capsys, *six_runs, "--format=json", f"--out={tmp_path}/c")
+    for text in (said, (tmp_path / "c/runs.jsonl").read_text()):
+        assert "NaN" not in text and "null" in text
+    assert json.loads(said)["groups"][1]["seed_interval"] > 0
 
 
 @pytest.mark.parametrize("field", ["n_layers", "parameters", "code_report", "nonsense"])
 def test_by_is_a_field_that_can_be_shown(six_runs, tmp_path, field, monkeypatch, capsys):
-    assert ends(monkeypatch, capsys, *six_runs, f"--by={field}", f"--out={tmp_path}/none") == 2
+    assert ends(monkeypatch, capsys, *six_runs, f"--by={field}", f"--out={tmp_path}/none") == 1
     said = capsys.readouterr().err
     assert f"--by={field}" in said and said.count("\n") == 1 and not (tmp_path / "none").exists()
     assert ("n_layer?" in said) == (field == "n_layers")
@@ -315,13 +319,13 @@ def test_by_a_field_that_a_run_does_not_have_is_refused(six_runs):
     del config["max_lr"]
     (six_runs[1] / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="learned-s2.* no max_lr"):
-        compare.compare_runs(six_runs, by="max_lr")
+        compare_runs(six_runs, by="max_lr")
 
 
 def test_by_a_field_of_words(tmp_path):
     paths = [write_run(tmp_path, f"{name}-{ffn}", cost=cost, input=name, ffn=ffn)
              for name, cost in (("learned", 0.0), ("binary", 0.3)) for ffn in ("gelu", "swiglu")]
-    result = compare.compare_runs(paths, by="ffn")
+    result = compare_runs(paths, by="ffn")
     assert [g["name"] for g in result["groups"]][-1] == "binary, ffn swiglu"
     assert "gap" in figures.draw_runs(result, tmp_path)
 
@@ -330,24 +334,24 @@ def test_scores_of_other_data_are_refused(six_runs):
     """Documents of other data may have the same lengths, and be as many."""
     for path in six_runs:
         edit(path / "heldout-00000010.json", data_sha256="f" * 64)
-    assert len(compare.compare_runs(six_runs)["groups"]) == 2
+    assert len(compare_runs(six_runs)["groups"]) == 2
     edit(six_runs[4] / "heldout-00000010.json", data_sha256="0" * 64)
     with pytest.raises(ValueError, match="binary-s2.* held-out score is of other data.*000000"):
-        compare.compare_runs(six_runs)
+        compare_runs(six_runs)
 
 
 def test_the_score_of_the_runs_own_data_is_taken(six_runs):
     """Beside it may lie those of other data, dtypes and lengths, named by them."""
-    before = compare.compare_runs(six_runs)["groups"]
+    before = compare_runs(six_runs)["groups"]
     own = six_runs[4] / "heldout-00000010.json"
     for name in ("heldout-00000010-bfloat16", "heldout-00000010-data01234567"):
         (own.parent / f"{name}.json").write_text(own.read_text())
         edit(own.parent / f"{name}.json", loss=9.0, dtype="bfloat16", data_sha256="0" * 64)
-    assert compare.compare_runs(six_runs)["groups"] == before
+    assert compare_runs(six_runs)["groups"] == before
     own.unlink()
     (own.parent / "heldout-00000010-bfloat16.json").unlink()
     with pytest.raises(ValueError, match=" 0 at its held-out score"):
-        compare.compare_runs(six_runs)
+        compare_runs(six_runs)
 
 
 def test_scores_of_data_named_by_path_are_of_the_same_data(six_runs, tmp_path):
@@ -356,17 +360,17 @@ def test_scores_of_data_named_by_path_are_of_the_same_data(six_runs, tmp_path):
             "shards": [{"train": "a", "val": "b"}]}
     for path in six_runs:
         edit(path / "config.json", data_fingerprint=data_fingerprint(meta))
-    assert len(compare.compare_runs(six_runs)["groups"]) == 2
+    assert len(compare_runs(six_runs)["groups"]) == 2
     edit(six_runs[4] / "heldout-00000010.json", data=str(tmp_path / "moved"))
-    with pytest.raises(ValueError, match="binary-s2.*moved.*score it again"):
-        compare.compare_runs(six_runs)
+    with pytest.raises(ValueError, match="binary-s2.* no more to be read; score it again"):
+        compare_runs(six_runs)
     (tmp_path / "moved").mkdir()
     (tmp_path / "moved/meta.json").write_text(json.dumps(meta))
-    assert len(compare.compare_runs(six_runs)["groups"]) == 2
+    assert len(compare_runs(six_runs)["groups"]) == 2
     meta["shards"][0]["val"] = "c"
     (tmp_path / "moved/meta.json").write_text(json.dumps(meta))
     with pytest.raises(ValueError, match="binary-s2.* held-out score is of other data"):
-        compare.compare_runs(six_runs)
+        compare_runs(six_runs)
 
 
 def damage(path, how):
@@ -460,12 +464,10 @@ def test_report_and_figures(tmp_path, six_runs, monkeypatch, capsys):
     for path in six_runs[3:]:
         edit(path / "config.json", code_report=report)
     out = tmp_path / "comparison"
-    monkeypatch.setattr(sys, "argv", ["compare.py", *map(str, six_runs), f"--out={out}"])
-    compare.main()
-    text = (out / "comparison.md").read_text()
-    result = json.loads((out / "comparison.json").read_text())
+    said = output(monkeypatch, capsys, *six_runs, f"--out={out}")
+    text, result = (out / "comparison.md").read_text(), compare_runs(six_runs)
     assert {path.name for path in out.iterdir()} == {
-        "comparison.md", "comparison.json", "loss.png", "differences.png", "gap.png", "codes.png",
+        "comparison.md", "runs.jsonl", "loss.png", "differences.png", "gap.png", "codes.png",
         "pareto.png"}
     for figure in out.glob("*.png"):
         assert png_size(figure)[0] == 2 * 830 and f"({figure.name})" in text
@@ -473,7 +475,7 @@ def test_report_and_figures(tmp_path, six_runs, monkeypatch, capsys):
     row = next(line for line in text.splitlines() if line.startswith("| binary"))
     difference = f"{binary['difference']:+.4f}"
     assert f"{binary['loss']:.4f} ±" in row and difference in row
-    assert difference in capsys.readouterr().out
+    assert difference in said
     assert "1,771,200" in text and "60 validation documents" in text
     assert result["experiment"]["max_lr"] == 0.003
 
@@ -486,11 +488,11 @@ def test_figures_of_wide_codes_leave_out_what_is_not_known(tmp_path):
               for i, report in enumerate(reports)]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert "codes" in figures.draw_runs(compare.compare_runs(paths), tmp_path)
+        assert "codes" in figures.draw_runs(compare_runs(paths), tmp_path)
 
 
 def test_one_seed_has_no_seed_interval(six_runs):
-    result = compare.compare_runs(six_runs[::3])
+    result = compare_runs(six_runs[::3])
     assert result["groups"][1]["seed_interval"] is None
     assert "one seed" in compare.describe_runs(result, True)
 
@@ -531,7 +533,7 @@ def test_an_input_has_the_same_colour_in_every_figure():
 
 def test_only_seeds_are_ticks(six_runs):
     """The ends of an interval are not marked as single seeds are."""
-    group = compare.compare_runs(six_runs)["groups"][1]
+    group = compare_runs(six_runs)["groups"][1]
     figure = figures.draw_differences([group], figures.line_styles([group]), "learned")
     ticks = [line for line in figure.axes[0].lines if line.get_marker() == "|"]
     assert [list(line.get_xdata()) for line in ticks] == [group["differences"]]
@@ -544,7 +546,7 @@ def test_against_depth_each_label_has_its_line(tmp_path):
             for name, code in (("learned", 1), ("gf2", 1), ("gf2", 2)):
                 paths.append(write_run(tmp_path, f"{name}{code}-{n_layer}-{seed}", seed, code / 10,
                                        input=name, n_layer=n_layer, code_seed=code))
-    groups = compare.compare_runs(paths, by="n_layer")["groups"]
+    groups = compare_runs(paths, by="n_layer")["groups"]
     styles = figures.line_styles(groups)
     gf2 = [g for g in groups if g["label"] != "learned"]
     figure = figures.draw_gap(gf2, styles, "learned", "n_layer")
@@ -575,7 +577,7 @@ def real_runs(data_dir, tmp_path_factory):
 def test_real_runs(real_runs, tmp_path):
     done = command(*real_runs, f"--out={tmp_path}/c")
     assert done.returncode == 0, done.stderr
-    learned, binary = json.loads((tmp_path / "c/comparison.json").read_text())["groups"]
+    learned, binary = compare_runs(real_runs)["groups"]
     scores = [json.loads((path / "heldout-00000020.json").read_text()) for path in real_runs]
     losses = [score["loss"] for score in scores]
     assert learned["losses"] + binary["losses"] == losses

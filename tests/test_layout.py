@@ -13,7 +13,7 @@ STAGES = ("prepare", "train", "evaluate", "compare")
 ROOMS = sorted(f"machinery.{path.stem}" for path in (ROOT / "machinery").glob("[!_]*.py"))
 TORCH_FREE = ("codes", "prepare", "compare", "machinery.files", "machinery.sources",
               "machinery.labels", "machinery.choices", "machinery.effects", "machinery.looks",
-              "machinery.pareto",
+              "machinery.pareto", "machinery.records",
               "machinery.tokenizer", "machinery.workers", "machinery.shards", "machinery.runs",
               "machinery.sweep", "machinery.statistics", "machinery.figures", "machinery.twin",
               "machinery.downloads", "machinery.checks", "machinery.progress", "machinery.joining",
