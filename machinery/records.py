@@ -31,7 +31,7 @@ from machinery.scores import plain
 from machinery.shards import read_meta
 
 KEYS = ("run", "config", "curve", "trained", "targets_per_second", "heldout")
-PATHS = ("data", "out")  # in config.json
+PATHS = ("data", "out", "init_from")  # in config.json
 CURVE_DECIMALS, NATS_DECIMALS = 6, 3  # of a mean over targets, and of a sum over a document's
 DIGITS = 6  # of code reports and speeds
 NO_SCORE = {"step": 0, "dtype": None, "loss": 0, "bits_per_byte": 0, "documents": []}
