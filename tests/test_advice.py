@@ -264,7 +264,7 @@ def scored_on_lost_data(place):
 
 def twice(place):
     shutil.copytree(place / "RUN", place / "OUT")
-    place.edit("OUT/config.json", micro_batch=4)  # else the two count as one
+    place.edit("OUT/config.json", micro_batch=2)  # else the two count as one
 
 
 def a_file(place):
