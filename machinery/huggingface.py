@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from codes import binary_codes, recode
-from inputs import FixedCodes, build_input
+from codes import FIXED, binary_codes, recode
+from inputs import INPUT_FIELDS, INPUTS, FixedCodes, build_input
 from machinery.candidates import load_finite, run_tokenizer
 from machinery.checkpoints import save_checkpoint
 from machinery.errors import explained
@@ -33,10 +33,14 @@ ABOUT_FIXED = (
     "{n_code}-number `{input}` code of\nthe id t, {lift}d {n_tile} times. `nanobit` in config.json "
     "holds what it is made of. Keep it frozen in further training.")
 
+ABOUT_SHARED = (
+    "Its input table was made by the trained `{input}` interface: row t of "
+    "`model.embed_tokens.weight` is what\nthat gives for the id t. Further training would move "
+    "each row alone, as `{input}` cannot.")
+
 # Of ModelConfig: what an input table is made of.
-TABLE_FIELDS = ("input", "code_seed", "code_offset", "code_values", "code_scale", "code_width",
-                "lift", "input_std", "base", "rank", "inner_width", "hashes", "buckets",
-                "positions")
+TABLE_FIELDS = tuple(name for name in INPUT_FIELDS if name != "table_free")
+READ_BACK = ("learned", "tied", "lowdim", *FIXED)  # the inputs whose values a table still shows
 
 
 @torch.no_grad()
@@ -57,6 +61,8 @@ def describe_table(config, table):
     for name in ("matrix", "offset"):
         if hasattr(table, name):
             made_of[name] = getattr(table, name).tolist()
+    if config.input not in READ_BACK:
+        return made_of, ABOUT_SHARED.format(**made_of)
     if not isinstance(table, FixedCodes):
         return made_of, ABOUT_LEARNED
     n_tile = config.n_embd // config.n_code
@@ -144,13 +150,18 @@ def read_llama_config(folder):
     if ends == (None, None) or any(isinstance(end, list) for end in ends):
         raise ValueError(f"config.json: bos_token_id {ends[0]}, eos_token_id {ends[1]}; "
                          "expected an id each, or one of the two")
-    nanobit = hf.get("nanobit", {"input": "learned"})
+    nanobit = hf.get("nanobit", {})
+    made_of = {key: nanobit[key] for key in TABLE_FIELDS if key in nanobit}
+    if made_of.get("input", "learned") not in READ_BACK and made_of["input"] in INPUTS:
+        print(f"{folder}: the values of its {made_of['input']} input cannot be had back from the "
+              "table; imported as a learned one")
+        made_of = {}
     config = ModelConfig(
         vocab_size=hf["vocab_size"], block_size=hf["max_position_embeddings"],
         n_layer=hf["num_hidden_layers"], n_head=hf["num_attention_heads"],
         n_embd=hf["hidden_size"], n_ffn=hf["intermediate_size"], norm_eps=hf["rms_norm_eps"],
         rope_theta=float(rope.get("rope_theta") or hf.get("rope_theta") or 10_000),
-        **{key: nanobit[key] for key in TABLE_FIELDS if key in nanobit})
+        **{"input": "learned"} | made_of)
     return config, hf
 
 
@@ -192,7 +203,8 @@ def make_input(config, nanobit, table):
 def import_folder(folder, out):
     """Write a Hugging Face Llama folder as a checkpoint in the run directory out; return its path.
 
-    A model of ours keeps its interface; any other Llama becomes a learned one. Raises ValueError
+    A model of ours keeps its interface where the table tells its values (READ_BACK); any other
+    Llama becomes a learned one. Raises ValueError
     for an input matrix that is not the code that config.json claims.
     """
     with explained(str(folder), "expected the folder of a Hugging Face Llama"):

@@ -34,6 +34,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 import evaluate
 import kernels
 import model
+from inputs import INPUTS
 from machinery import benchmarks, huggingface, packing, references, scorer, scores
 from machinery.candidates import Candidate
 from machinery.checkpoints import load_model
@@ -1551,6 +1552,22 @@ def test_export_and_import_give_the_checkpoint_back(make_run, tmp_path, input, f
         assert nanobit["lift"] == "tile"
     with pytest.raises(FileExistsError):
         huggingface.import_folder(tmp_path / "hf", tmp_path / "run")
+
+
+@pytest.mark.parametrize("input", sorted(set(INPUTS) - set(huggingface.READ_BACK)))
+def test_what_a_table_does_not_tell_is_imported_as_a_learned_one(make_run, tmp_path, capsys, input):
+    """The same logits, one line that says so, and a card that does not call the table trained."""
+    directory = make_run(input)
+    huggingface.export_checkpoint(directory, tmp_path / "hf")
+    assert f"`{input}`" in (tmp_path / "hf" / "README.md").read_text(encoding="utf-8")
+    capsys.readouterr()
+    path = huggingface.import_folder(tmp_path / "hf", tmp_path / "run")
+    assert f"its {input} input cannot be had back" in capsys.readouterr().out
+    (model, _), (back, _) = load_model(directory), load_model(path)
+    assert back.config == ModelConfig(input="learned", **SIZES)
+    ids = torch.arange(40)[None]
+    with torch.no_grad():
+        assert torch.equal(model(ids)[0], back(ids)[0])
 
 
 def test_exported_input_matrix_is_the_tiled_codebook(make_run, tmp_path):
