@@ -578,6 +578,7 @@ def test_real_runs(real_runs, tmp_path):
     done = command(*real_runs, f"--out={tmp_path}/c")
     assert done.returncode == 0, done.stderr
     learned, binary = compare_runs(real_runs)["groups"]
+    assert compare_runs([tmp_path / "c/runs.jsonl"])["groups"] == [learned, binary]
     scores = [json.loads((path / "heldout-00000020.json").read_text()) for path in real_runs]
     losses = [score["loss"] for score in scores]
     assert learned["losses"] + binary["losses"] == losses
